@@ -1,0 +1,53 @@
+# Everything a person or CI runs. Only python3 (3.10 or newer) and make are assumed: each target first brings its
+# environment, .venv, up to date, which takes no time when pyproject.toml and constraints.txt have not changed.
+#
+#   make demo    train a small real model on this machine (2 ranks), about 3 minutes; pass options with ARGS="..."
+#   make test    the whole test suite;  make test ARGS="tests/unit -k batch" for a part
+#   make lint    ruff, import contracts, types
+#   make bench   the figures of docs/performance.md, measured here
+#   make docs    generate the config reference, check links and snippets
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench docs format clean
+.SECONDARY:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# One stamp per set of extras: .venv/.installed-test is newer than what decides its content, or is made again.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the $* environment into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.installed-report
+	$(BIN)/deepspeed --num_gpus 2 examples/quickstart/train.py --deepspeed \
+	    --deepspeed_config examples/quickstart/ds_config.json $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix-only --quiet .
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python scripts/gen_config_docs.py
+	$(BIN)/python -m pytest -q tests/architecture/test_docs.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache demo_out bench_out
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
