@@ -1,0 +1,54 @@
+"""Fixtures of the whole suite: the warm pool, and a check that no test leaves process-wide state behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+# Before torch is imported anywhere: ranks share few cores, and the suite runs on the CPU unless told otherwise.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("DS_CONFIG_STRICT", "1")
+
+import pytest
+import torch
+
+from tests.harness import leaks
+from tests.harness.pool import WorkerPool
+
+MAX_WORLD_SIZE = 4
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    """Worker processes that live for the session; `pool.run(world_size, function, *args)`."""
+    made = WorkerPool(MAX_WORLD_SIZE, request.config.getini("filterwarnings"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ranks(pool: WorkerPool, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """`ranks(function, *args)` on as many ranks as `@pytest.mark.world(n)` says (2 without it)."""
+    marker = request.node.get_closest_marker("world")
+    return partial(pool.run, marker.args[0] if marker else 2)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves environment variables, threads, groups, modes or patches behind in this process."""
+    before = leaks.take_snapshot()
+    yield
+    leaked = leaks.settle(
+        before,
+        ignore_environment=("PYTEST_CURRENT_TEST",),  # pytest names the running test there
+        ignore_files="pool" in request.fixturenames,  # a pool that starts workers keeps its pipes to them
+    )
+    if leaked:
+        pytest.fail("left behind by the test:\n" + "\n".join(leaked), pytrace=False)
