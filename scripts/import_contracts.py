@@ -71,9 +71,8 @@ def find_problems(graph: ImportGraph, table: LayerTable) -> list[str]:
             if target is None or allowed is None or target <= allowed or table.same_cap(importer, imported):
                 continue
             line = graph.get_import_details(importer=importer, imported=imported)[0]["line_number"]
-            problems.append(
-                f"{importer}:{line} (layer {level}, may import up to layer {allowed}) imports {imported} (layer {target})"
-            )
+            where = f"{importer}:{line} (layer {level})"
+            problems.append(f"{where} may import up to layer {allowed}, but imports {imported} (layer {target})")
     for circle in networkx.strongly_connected_components(imports):
         if len(circle) > 1:
             problems.append("import cycle between " + ", ".join(sorted(circle)))

@@ -24,21 +24,35 @@ from torch import nn
 # Threads that a library keeps for the rest of the process once it has been used.
 _LASTING_THREADS = ("tqdm_monitor", "pymp", "ThreadPoolExecutor", "asyncio")
 
-# Constructors and entry points that training code is known to replace ("a.b" is looked up from the torch package).
-_WATCHED_NAMES = (
-    *("empty zeros ones full arange tensor rand randn randint eye linspace empty_like zeros_like full_like".split()),
-    *("nn.Module.__init__ nn.Module.__init_subclass__ nn.Module.__call__ nn.Module.apply nn.Module.to".split()),
-    *("nn.Module.__getattr__ nn.Module.__setattr__ nn.Module.load_state_dict nn.Module.state_dict".split()),
-    *("nn.Linear.__init__ nn.Linear.forward nn.Embedding.__init__ nn.LayerNorm.__init__ nn.Parameter".split()),
-    *("nn.functional.linear nn.functional.embedding Tensor.__new__ Tensor.backward Tensor.register_hook".split()),
-    *("autograd.backward autograd.grad utils.checkpoint.checkpoint nn.utils.clip_grad_norm_ save load".split()),
-    *("distributed.all_reduce distributed.all_gather distributed.broadcast distributed.barrier".split()),
-    *("distributed.init_process_group distributed.new_group optim.Optimizer.step".split()),
-)
+# Constructors and entry points that training code is known to replace, by where they live below the torch package.
+_WATCHED = {
+    "": (
+        "empty", "zeros", "ones", "full", "arange", "tensor", "rand", "randn", "randint", "eye", "linspace",
+        "empty_like", "zeros_like", "full_like", "save", "load",
+    ),
+    "nn.Module": (
+        "__init__", "__init_subclass__", "__call__", "apply", "to", "__getattr__", "__setattr__", "state_dict",
+        "load_state_dict",
+    ),
+    "nn.Linear": ("__init__", "forward"),
+    "nn.Embedding": ("__init__", "forward"),
+    "nn.LayerNorm": ("__init__", "forward"),
+    "nn.functional": ("linear", "embedding"),
+    "nn.utils": ("clip_grad_norm_",),
+    "Tensor": ("__new__", "backward", "register_hook"),
+    "autograd": ("backward", "grad"),
+    "utils.checkpoint": ("checkpoint",),
+    "distributed": ("all_reduce", "all_gather", "broadcast", "barrier", "init_process_group", "new_group"),
+    "optim.Optimizer": ("step",),
+}  # fmt: skip
 
 _GLOBAL_HOOKS = (
-    *("_global_forward_hooks _global_forward_pre_hooks _global_backward_hooks _global_backward_pre_hooks".split()),
-    *("_global_module_registration_hooks _global_buffer_registration_hooks".split()),
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_module_registration_hooks",
+    "_global_buffer_registration_hooks",
     "_global_parameter_registration_hooks",
 )
 
@@ -61,15 +75,14 @@ class Snapshot:
     open_files: int = 0
 
 
-def _lookup(dotted: str) -> Any:
+def _lookup(path: str, name: str) -> Any:
     holder: Any = torch
-    *path, last = dotted.split(".")
-    for name in path:
-        holder = getattr(holder, name)
+    for part in filter(None, path.split(".")):
+        holder = getattr(holder, part)
     if not isinstance(holder, type):
-        return getattr(holder, last)
+        return getattr(holder, name)
     # From the class dictionaries, because getattr makes a new bound object of a class method at each look.
-    return next((vars(base)[last] for base in holder.__mro__ if last in vars(base)), None)
+    return next((vars(base)[name] for base in holder.__mro__ if name in vars(base)), None)
 
 
 def _live_threads() -> frozenset[int]:
@@ -112,7 +125,11 @@ def take_snapshot() -> Snapshot:
         threads=_live_threads(),
         groups=len(dist.distributed_c10d._world.pg_map),
         modes=_modes(),
-        watched={name: _lookup(name) for name in _WATCHED_NAMES},
+        watched={
+            f"torch.{path}.{name}".replace("..", "."): _lookup(path, name)
+            for path, names in _WATCHED.items()
+            for name in names
+        },
         global_hooks={name: len(getattr(nn.modules.module, name)) for name in _GLOBAL_HOOKS},
         signals={number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)},
         open_files=count_open_files(),
@@ -135,7 +152,7 @@ def differences(
         for name, value in before.modes.items()
         if after.modes[name] != value
     ]
-    lines += [f"torch.{name} is still patched" for name, value in before.watched.items() if after.watched[name] is not value]
+    lines += [f"{name} is still patched" for name, value in before.watched.items() if after.watched[name] is not value]
     lines += [
         f"torch.nn.modules.module.{name} grew from {count} to {after.global_hooks[name]}"
         for name, count in before.global_hooks.items()
