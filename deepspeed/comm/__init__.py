@@ -1,0 +1,1 @@
+"""Communication: groups, collectives, logging. Names are exported lazily."""

@@ -1,0 +1,115 @@
+"""`Pending`: the handle of a collective under way, whose `wait` never waits for ever.
+
+Owns: the bounded wait and the facts of the call that an error text needs. Does not own: starting collectives
+(`collectives.py`, `comm.py`) and finding out what the other ranks do (`watch.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+from deepspeed.comm import watch
+from deepspeed.comm.group_facts import GroupFacts
+
+# What a collective is for, for error texts: a text, or a function giving one (called only when it is needed).
+What: TypeAlias = str | Callable[[], str]
+
+# How long `wait` sleeps in the backend before it looks whether another rank has failed, in seconds.
+SLICE = timedelta(seconds=0.5)
+# Beyond the group's own limit, after which a backend that should have raised is not waited for any more.
+GRACE_S = 5.0
+
+
+class Pending:
+    """A collective under way. `wait()` finishes it; waiting again is a no-op."""
+
+    __slots__ = ("_finish", "_works", "facts", "name", "nbytes", "sequence", "what")
+
+    def __init__(
+        self,
+        works: tuple[Any, ...],
+        finish: Callable[[], None] | None,
+        facts: GroupFacts,
+        name: str,
+        what: What,
+        nbytes: int,
+    ) -> None:
+        self._works: tuple[Any, ...] | None = works
+        self._finish = finish
+        self.facts = facts
+        self.name = name
+        self.what = what
+        self.nbytes = nbytes
+        facts.calls += 1
+        self.sequence = facts.calls
+
+    def wait(self) -> None:
+        """Block until the result is in place (on CUDA: until the current stream is made to wait for it).
+
+        Raises:
+            CollectiveError: the backend failed, the group's time limit passed, or another rank reported a failure.
+        """
+        works = self._works
+        if works is None:
+            return
+        self._works = None
+        finish, self._finish = self._finish, None
+        if works:
+            watch.waiting.append(self)
+            try:
+                for work in works:
+                    wait_bounded(work, self)
+            finally:
+                watch.waiting.remove(self)
+        if finish is not None:
+            finish()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return without blocking for other ranks."""
+        return self._works is None or all(work.is_completed() for work in self._works)
+
+    def describe_what(self) -> str:
+        """The text of `what`."""
+        return self.what if isinstance(self.what, str) else self.what()
+
+
+class Done(Pending):
+    """A collective that needed no communication."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self._works = None
+        self._finish = None
+
+
+DONE = Done()
+
+
+def wait_bounded(work: Any, pending: Pending) -> None:
+    """Wait in slices, so that another rank's failure, Ctrl-C and the time limit all end the wait."""
+    if not watch.waits_in_slices(work):
+        work.wait()  # the stream waits, not this thread; `watch` looks after works that never end
+        return
+    deadline = 0.0
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError as error:
+            now = time.monotonic()
+            if work.is_completed():
+                try:
+                    work.wait()  # ended between the two calls: fine, or it raises the real cause
+                    return
+                except RuntimeError as cause:
+                    raise watch.failure(pending, cause) from cause
+            if watch.aborted():
+                raise watch.failure(pending, None) from None
+            if deadline == 0.0:
+                deadline = now + pending.facts.timeout_s + GRACE_S
+            elif now > deadline:
+                raise watch.failure(pending, error) from error
