@@ -7,6 +7,7 @@ Invariant: taking a snapshot changes nothing and imports nothing.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+# Set by torch when it imports its compiler, which the first optimizer step of a process does.
+_LASTING_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 
 # Threads that a library keeps for the rest of the process once it has been used.
 _LASTING_THREADS = ("tqdm_monitor", "pymp", "ThreadPoolExecutor", "asyncio")
@@ -72,7 +76,7 @@ class Snapshot:
     watched: dict[str, Any] = field(repr=False)
     global_hooks: dict[str, int] = field(repr=False)
     signals: dict[int, Any] = field(repr=False)
-    open_files: int = 0
+    open_files: dict[int, str] = field(default_factory=dict, repr=False)  # descriptor -> what it is
 
 
 def _lookup(path: str, name: str) -> Any:
@@ -110,12 +114,14 @@ def _modes() -> dict[str, Any]:
     }
 
 
-def count_open_files() -> int:
-    """Open file descriptors of this process; 0 where the system does not say."""
-    try:
-        return len(os.listdir("/proc/self/fd")) - 1
-    except FileNotFoundError:
-        return 0
+def open_files() -> dict[int, str]:
+    """Open descriptors of this process and what they are; empty where the system does not say."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself is closed again
+                found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+    return found
 
 
 def take_snapshot() -> Snapshot:
@@ -132,7 +138,7 @@ def take_snapshot() -> Snapshot:
         },
         global_hooks={name: len(getattr(nn.modules.module, name)) for name in _GLOBAL_HOOKS},
         signals={number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)},
-        open_files=count_open_files(),
+        open_files=open_files(),
     )
 
 
@@ -163,14 +169,17 @@ def differences(
         for number, handler in before.signals.items()
         if after.signals[number] is not handler
     ]
-    if not ignore_files and after.open_files > before.open_files + _FD_SLACK:
-        lines.append(f"open files grew from {before.open_files} to {after.open_files}")
+    if not ignore_files and len(after.open_files) > len(before.open_files) + _FD_SLACK:
+        new = [what for number, what in after.open_files.items() if before.open_files.get(number) != what]
+        lines.append(
+            f"open files grew from {len(before.open_files)} to {len(after.open_files)}, new: {', '.join(sorted(new))}"
+        )
     return lines
 
 
 def _environment_differences(before: dict[str, str], after: dict[str, str], ignore: frozenset[str]) -> list[str]:
     lines = []
-    for name in sorted((before.keys() | after.keys()) - ignore):
+    for name in sorted((before.keys() | after.keys()) - ignore - _LASTING_VARIABLES):
         if before.get(name) != after.get(name):
             lines.append(f"environment variable {name} changed from {before.get(name)!r} to {after.get(name)!r}")
     return lines

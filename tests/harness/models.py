@@ -8,6 +8,7 @@ changes, so a run on several ranks has one right answer.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -228,7 +229,7 @@ class Embeddings(nn.Module):
 def mlp(*dims: int) -> nn.Module:
     """Linear layers of the given widths with tanh between them."""
     layers: list[nn.Module] = []
-    for into, out in zip(dims[:-1], dims[1:], strict=True):
+    for into, out in itertools.pairwise(dims):
         layers += [nn.Linear(into, out), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

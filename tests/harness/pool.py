@@ -117,7 +117,8 @@ class WorkerPool:
         if sys.platform != "linux":
             return multiprocessing.get_context("spawn")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pydantic"])
+        # torch._dynamo: the first optimizer step of a process imports it, which takes longer than torch itself.
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "numpy", "pydantic"])
         return context
 
     def run(
