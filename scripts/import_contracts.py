@@ -11,20 +11,27 @@ data of layer 2 beside `comm/mesh.py` of layer 1.
 
 from __future__ import annotations
 
+import fnmatch
+
 import networkx
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields, output
 
 
 class LayerTable:
-    """Longest-match table from module name to layer number (0 is the lowest)."""
+    """Table from module name to layer number (0 is the lowest).
+
+    A row is names separated by spaces. `a.b` covers that module and all below it, the longest such name wins;
+    `=a.b` is that module alone and wins over everything; a shell pattern (`a.*_config`) wins over plain names.
+    """
 
     def __init__(self, rows: list[str], caps: list[str]) -> None:
         self._exact: dict[str, int] = {}
+        self._pattern: dict[str, int] = {}
         self._prefix: dict[str, int] = {}
         for level, row in enumerate(rows):
             for name in row.split():
-                table = self._exact if name.startswith("=") else self._prefix
+                table = self._exact if name.startswith("=") else self._pattern if "*" in name else self._prefix
                 key = name.lstrip("=")
                 if key in table:
                     raise ValueError(f"layer table names {key} twice: layers {table[key]} and {level}")
@@ -35,6 +42,9 @@ class LayerTable:
         """Layer of `module`, or None where no row covers it."""
         if module in self._exact:
             return self._exact[module]
+        for pattern, level in self._pattern.items():
+            if fnmatch.fnmatchcase(module, pattern):
+                return level
         best = self._longest(module, self._prefix)
         return None if best is None else self._prefix[best]
 
@@ -61,6 +71,8 @@ def find_problems(graph: ImportGraph, table: LayerTable) -> list[str]:
     imports = networkx.DiGraph()
     for importer in sorted(graph.modules):
         level = table.level(importer)
+        if level is None and not graph.find_modules_directly_imported_by(importer):
+            continue  # an empty package: anyone may pass through it
         if level is None:
             problems.append(f"{importer} has no layer: add it to [tool.importlinter] in pyproject.toml")
             continue
