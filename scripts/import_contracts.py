@@ -74,7 +74,7 @@ def find_problems(graph: ImportGraph, table: LayerTable) -> list[str]:
         if level is None and not graph.find_modules_directly_imported_by(importer):
             continue  # an empty package: anyone may pass through it
         if level is None:
-            problems.append(f"{importer} has no layer: add it to [tool.importlinter] in pyproject.toml")
+            problems.append(f"{importer} has no layer: add it to the layer table in pyproject.toml")
             continue
         for imported in sorted(graph.find_modules_directly_imported_by(importer)):
             imports.add_edge(importer, imported)
