@@ -1,0 +1,380 @@
+"""Rules between sections: combinations that cannot work, and settings that change nothing where they stand.
+
+Owns every rule that needs more than one section. `cross_problems` yields errors, `without_effect` yields one warning
+line per setting that nothing reads at the chosen stage. Rules inside one section stand in its class. Invariant: each
+line names all keys involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.runtime.config_problems import Problem, near_miss, nearest, show
+from deepspeed.runtime.optimizer_config import (
+    DEEPSPEED_OPTIMIZERS,
+    SCHEDULER_PARAMS,
+    SCHEDULER_REQUIRED,
+    TORCH_OPTIMIZERS,
+    optimizer_params,
+    other_name,
+)
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config_report import Report
+    from deepspeed.runtime.config_schema import ConfigSections
+
+
+def cross_problems(sections: ConfigSections) -> Iterator[Problem]:
+    """All contradictions between sections."""
+    for rule in (_precision, _gradient_scaling, _zero, _zenflow, _expert_parallel, _optimizer, _scheduler):
+        yield from rule(sections)
+
+
+def _clash(*keys: str, found: str, expected: str, change: str = "") -> Problem:
+    return Problem(keys[0], f"found {found}; expected {expected}", change, keys=keys)
+
+
+def _precision(s: ConfigSections) -> Iterator[Problem]:
+    if s.fp16.enabled and s.bf16.enabled:
+        yield _clash(
+            "fp16.enabled",
+            "bf16.enabled",
+            found="true with bf16.enabled true",
+            expected="one of them",
+            change="set fp16.enabled or bf16.enabled to false",
+        )
+    if s.amp is not None and s.amp.enabled:
+        for key, on in (
+            ("fp16.enabled", s.fp16.enabled),
+            ("bf16.enabled", s.bf16.enabled),
+            ("zero_optimization.stage", s.zero_optimization.stage > 0),
+        ):
+            if on:
+                yield _clash("amp.enabled", key, found=f"true with {key} on", expected="one of them")
+    if s.bf16.bf16_optimizer_states and not s.bf16.bf16_master_weights_and_grads:
+        yield _clash(
+            "bf16.bf16_optimizer_states",
+            "bf16.bf16_master_weights_and_grads",
+            found="true with bf16.bf16_master_weights_and_grads false",
+            expected="bf16.bf16_master_weights_and_grads true",
+            change="set bf16.bf16_master_weights_and_grads to true",
+        )
+    implied = "fp16" if s.fp16.enabled else "bf16" if s.bf16.enabled else "fp32"
+    wanted = s.data_types.param_dtype
+    if wanted is not None and wanted != implied:
+        yield _clash(
+            "data_types.param_dtype",
+            "fp16.enabled",
+            "bf16.enabled",
+            found=f"{wanted} with fp16.enabled {_word(s.fp16.enabled)} and bf16.enabled {_word(s.bf16.enabled)}",
+            expected=f"{implied}, the dtype these give the weights",
+            change=f"remove it or enable {wanted}" if wanted != "fp32" else "remove it or turn the 16-bit section off",
+        )
+
+
+def _gradient_scaling(s: ConfigSections) -> Iterator[Problem]:
+    if s.gradient_allreduce_op == "sum":
+        for key, on in (
+            ("zero_optimization.stage", s.zero_optimization.stage == 3),
+            ("zero_optimization.zenflow", s.zero_optimization.zenflow is not None),
+            ("compile.deepcompile", s.compile.deepcompile),
+        ):
+            if on:
+                found = "stage 3" if key.endswith("stage") else f"{key} on"
+                yield _clash("gradient_allreduce_op", key, found=f"sum with {found}", expected="mean")
+    if s.gradient_predivide_factor != 1.0 and not s.prescale_gradients:
+        return  # reported as without effect
+    if not s.managed_gradient_accumulation and s.compile.deepcompile:
+        yield _clash(
+            "managed_gradient_accumulation",
+            "compile.deepcompile",
+            found="false with compile.deepcompile true",
+            expected="true",
+        )
+
+
+def _zero(s: ConfigSections) -> Iterator[Problem]:
+    zero = s.zero_optimization
+    stage, here = "zero_optimization.stage", "zero_optimization."
+    if not zero.compute_grad_norm:
+        key = here + "compute_grad_norm"
+        if s.gradient_clipping > 0:
+            yield _clash(
+                key,
+                "gradient_clipping",
+                found=f"false with gradient_clipping {s.gradient_clipping:g}" + _is_default(s, "gradient_clipping"),
+                expected="gradient_clipping 0: clipping needs the norm",
+                change="set gradient_clipping to 0 or compute_grad_norm to true",
+            )
+        if zero.zenflow is not None:
+            yield _clash(key, here + "zenflow", found=f"false with {here}zenflow", expected="true")
+        if zero.offload_optimizer is not None and zero.offload_optimizer.device != "none":
+            yield _clash(
+                key,
+                here + "offload_optimizer.device",
+                found=f"false with {here}offload_optimizer.device {zero.offload_optimizer.device}",
+                expected="true",
+            )
+    if zero.zero_quantized_gradients and not zero.reduce_scatter and zero.stage == 3:
+        yield _clash(
+            here + "zero_quantized_gradients",
+            here + "reduce_scatter",
+            stage,
+            found=f"true with {here}reduce_scatter false",
+            expected=f"{here}reduce_scatter true",
+        )
+    if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme" and zero.stage in (1, 2):
+        yield _clash(
+            here + "offload_optimizer.device",
+            stage,
+            found=f"nvme with {stage} {zero.stage}",
+            expected='cpu or none; "nvme" needs stage 3',
+        )
+    for block in ("offload_optimizer", "offload_param"):
+        section = getattr(zero, block)
+        if section is not None and section.device == "nvme" and section.nvme_path is None:
+            yield Problem(
+                f"{here}{block}.nvme_path",
+                f"missing with {here}{block}.device nvme; expected a folder",
+                f'add "nvme_path": "/local_nvme" to {here}{block}',
+                keys=(f"{here}{block}.nvme_path",),
+            )
+
+
+def _zenflow(s: ConfigSections) -> Iterator[Problem]:
+    zero, here = s.zero_optimization, "zero_optimization.zenflow"
+    flow = zero.zenflow
+    if flow is None:
+        return
+    if zero.offload_optimizer is None or zero.offload_optimizer.device != "cpu":
+        yield _clash(
+            here,
+            "zero_optimization.offload_optimizer.device",
+            found="a section without offload_optimizer to cpu",
+            expected="zero_optimization.offload_optimizer.device cpu",
+        )
+    if not zero.overlap_comm:
+        yield _clash(
+            here,
+            "zero_optimization.overlap_comm",
+            found="a section with zero_optimization.overlap_comm false",
+            expected="zero_optimization.overlap_comm true",
+        )
+    select, update = flow.select_interval, flow.update_interval
+    if (flow.select_strategy == "auto") != isinstance(select, str):
+        yield _clash(
+            f"{here}.select_interval",
+            f"{here}.select_strategy",
+            found=f"{select} with {here}.select_strategy {flow.select_strategy}",
+            expected='"auto" with select_strategy auto, an integer with step or epoch',
+        )
+    if isinstance(select, int) and isinstance(update, int) and flow.select_strategy == "step" and update > select:
+        yield _clash(
+            f"{here}.update_interval",
+            f"{here}.select_interval",
+            found=f"{update} with {here}.select_interval {select}",
+            expected="at most select_interval",
+        )
+
+
+def _expert_parallel(s: ConfigSections) -> Iterator[Problem]:
+    parallel, here = s.expert_parallel, "expert_parallel."
+    if parallel is None or not parallel.enabled:
+        return
+    if s.zero_optimization.stage == 3:
+        for key, on in (
+            ("zero_quantized_gradients", s.zero_optimization.zero_quantized_gradients),
+            ("zero_hpz_partition_size", s.zero_optimization.zero_hpz_partition_size > 1),
+        ):
+            if on:
+                yield _clash(
+                    here + "enabled",
+                    f"zero_optimization.{key}",
+                    found=f"true with zero_optimization.{key} at stage 3",
+                    expected=f"zero_optimization.{key} off",
+                )
+    tensor = s.tensor_parallel
+    if tensor is not None and tensor.autotp_size > 1:
+        for key, on in (
+            ("use_data_before_expert_parallelism", s.use_data_before_expert_parallelism),
+            ("compile.deepcompile", s.compile.deepcompile),
+            ("expert_parallel.async_split_plan", parallel.async_split_plan),
+        ):
+            if on:
+                yield _clash(
+                    here + "enabled",
+                    "tensor_parallel.autotp_size",
+                    key,
+                    found=f"true with tensor_parallel.autotp_size {tensor.autotp_size} and {key}",
+                    expected=f"{key} off",
+                )
+
+
+def _optimizer(s: ConfigSections) -> Iterator[Problem]:
+    block = s.optimizer
+    if block is None or block.type is None:
+        return
+    kind, params = block.type, block.params or {}
+    known = optimizer_params(kind)
+    if kind.lower() not in DEEPSPEED_OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
+        meant = near_miss(kind, [*_titles(), *TORCH_OPTIMIZERS])
+        if meant:
+            yield Problem(
+                "optimizer.type",
+                f"found {show(kind)}; nearest known optimizer: {meant}",
+                "rename it",
+                keys=("optimizer.type",),
+            )
+    if known is not None:
+        yield from _unknown_params("optimizer", kind, params, known)
+    norm = params.get("max_grad_norm")
+    if isinstance(norm, (int, float)) and norm > 0:
+        yield Problem(
+            "optimizer.params.max_grad_norm",
+            f"found {show(norm)}; expected 0 or nothing: the engine clips gradients",
+            f"remove it and set gradient_clipping to {norm}",
+            keys=("optimizer.params",),
+        )
+    yield from _rates("optimizer", params, ("lr", "muon_lr", "adam_lr", "weight_decay", "eps"))
+
+
+def _scheduler(s: ConfigSections) -> Iterator[Problem]:
+    block = s.scheduler
+    if block is None or block.type is None:
+        return
+    kind, params = block.type, block.params or {}
+    known = SCHEDULER_PARAMS.get(kind)
+    if known is None:
+        meant = near_miss(kind, SCHEDULER_PARAMS)
+        if meant:
+            yield Problem(
+                "scheduler.type",
+                f"found {show(kind)}; nearest known schedule: {meant}",
+                "rename it",
+                keys=("scheduler.type",),
+            )
+        return
+    yield from _unknown_params("scheduler", kind, params, known)
+    for key in SCHEDULER_REQUIRED.get(kind, ()):
+        if params.get(key) is None:
+            yield Problem(
+                f"scheduler.params.{key}",
+                f"missing; {kind} needs it",
+                "add it",
+                keys=("scheduler.params", f"scheduler.params.{key}"),
+            )
+    for key in ("total_num_steps", "warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size"):
+        value = params.get(key)
+        least = 1 if key in ("cycle_first_step_size", "lr_range_test_step_size") else 0
+        bad = isinstance(value, (bool, str)) or (isinstance(value, (int, float)) and (value < least or value % 1))
+        if value is not None and bad:
+            yield Problem(
+                f"scheduler.params.{key}",
+                f"found {show(value)}; expected integer >= {least}",
+                keys=("scheduler.params",),
+            )
+    yield from _rates("scheduler", params, ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"))
+
+
+def _unknown_params(section: str, kind: str, params: dict[str, Any], known: frozenset[str]) -> Iterator[Problem]:
+    for key, value in params.items():
+        if key not in known:
+            meant = other_name(key, known) or nearest(key, known)
+            detail = f"unknown parameter of {kind} (found {show(value)}); "
+            detail += (
+                f"nearest known key: {section}.params.{meant}" if meant else "it takes " + ", ".join(sorted(known))
+            )
+            yield Problem(
+                f"{section}.params.{key}", detail, "rename it" if meant else "remove it", keys=(f"{section}.params",)
+            )
+
+
+def _rates(section: str, params: dict[str, Any], keys: tuple[str, ...]) -> Iterator[Problem]:
+    """Values that must be numbers (or lists of them, one per group)."""
+    for key in keys:
+        value = params.get(key)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(item, (str, bool)) for item in values):
+            yield Problem(
+                f"{section}.params.{key}",
+                f"found {show(value)}; expected number",
+                "write the number without quotes",
+                keys=(f"{section}.params",),
+            )
+
+
+def _titles() -> list[str]:
+    return ["Adagrad", "Adam", "AdamW", "Lamb", "MuAdam", "MuAdamW", "MuSGD", "Lion", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"]
+
+
+def _word(flag: bool) -> str:
+    return str(flag).lower()
+
+
+def _is_default(s: ConfigSections, key: str) -> str:
+    return "" if key in s.model_fields_set else " (the default)"
+
+
+# ---- settings nothing reads where they stand ----
+
+_ZERO_STAGES: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(
+        ["offload_param", "sub_group_size", "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zeropp_loco_param", "mics_shard_size", "mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory", "leaf_module"],
+        (3, 3),
+    ),
+    "round_robin_gradients": (1, 2),
+    "parameter_alignment": (1, 2),
+    "elastic_checkpoint": (1, 2),
+    "offload_optimizer": (1, 3),
+    "zenflow": (1, 3),
+}
+"""zero_optimization field -> first and last stage at which something reads it."""
+
+
+def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
+    """One line per setting the user gave that changes nothing, with what it would need."""
+    zero = s.zero_optimization
+    for name, (first, last) in _ZERO_STAGES.items():
+        value = getattr(zero, name)
+        if name not in zero.model_fields_set or first <= zero.stage <= last or _is_off(zero, name, value):
+            continue
+        needs = f"stage {first}" if first == last else f"stage {first} to {last}"
+        yield (
+            f"{report.written('zero_optimization.' + name)} has no effect: it needs zero_optimization.{needs}, "
+            f"the stage in force is {int(zero.stage)}"
+        )
+    if s.gradient_predivide_factor != 1.0 and not s.prescale_gradients:
+        yield "gradient_predivide_factor has no effect: it needs prescale_gradients true"
+    if s.disable_allgather:
+        yield "disable_allgather has no effect: it is kept for old configs"
+    for section, flag in (
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("bf16", "bf16_master_weights_and_grads"),
+        ("bf16", "bf16_optimizer_states"),
+    ):
+        block = getattr(s, section)
+        if getattr(block, flag) and not block.enabled:
+            yield f"{section}.{flag} has no effect: it needs {section}.enabled true"
+    acts = s.activation_checkpointing
+    if acts.contiguous_memory_optimization and not (acts.partition_activations and acts.number_checkpoints):
+        yield (
+            "activation_checkpointing.contiguous_memory_optimization has no effect: it needs "
+            "activation_checkpointing.partition_activations true and activation_checkpointing.number_checkpoints"
+        )
+    blocks = (zero.offload_optimizer, zero.offload_param)
+    if "aio" in s.model_fields_set and not any(block and block.device == "nvme" for block in blocks):
+        yield "aio has no effect: no offload section of zero_optimization uses device nvme"
+    if s.vocabulary_size is not None and s.vocabulary_size % 8:
+        yield f"vocabulary_size: {s.vocabulary_size} is no multiple of 8, which tensor cores prefer"
+    if zero.elastic_checkpoint and zero.stage in (1, 2):
+        yield "zero_optimization.elastic_checkpoint has no effect: checkpoints record their layout instead"
+
+
+def _is_off(zero: Any, name: str, value: Any) -> bool:
+    """Whether the value given is the one that asks for nothing."""
+    if name in ("offload_optimizer", "offload_param"):
+        return value is None or value.device == "none"
+    if value is None:
+        return True
+    return bool(value == type(zero).model_fields[name].get_default(call_default_factory=True))

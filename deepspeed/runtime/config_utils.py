@@ -1,0 +1,316 @@
+"""Base of every configuration section, and small readers clients import.
+
+Owns `DeepSpeedConfigModel` (pydantic v2: unknown keys refused, "auto" dropped, deprecated fields moved to their new
+names, read-only once the config is resolved) and the moving of deprecated fields. Errors of a section built directly
+are pydantic's; `deepspeed.runtime.config` gathers them over all sections. Invariant: a section never changes the
+mapping it is built from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, field_serializer
+from pydantic.fields import FieldInfo
+
+from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
+
+AUTO = "auto"
+"""Placeholder that a wrapper (the Hugging Face integration) replaces before training starts."""
+
+MODEL_CONFIG = ConfigDict(
+    validate_default=True,
+    validate_assignment=True,
+    use_enum_values=True,
+    populate_by_name=True,
+    extra="forbid",
+    arbitrary_types_allowed=True,
+    protected_namespaces=(),
+)
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """One section of a config; a docstring under each field is its reference entry.
+
+    A field is deprecated when its `json_schema_extra` holds `deprecated: True`; further keys there: `new_param` (dotted
+    name of the field that replaces it), `new_param_fn` (converts the value), `set_new_param` (False: only warn) and
+    `deprecated_msg` (text added to the warning).
+    """
+
+    model_config = MODEL_CONFIG
+
+    keeps_unknown_keys: ClassVar[bool] = False
+    """True where the reference ignores unknown keys: they are kept and named, and only a near miss is refused."""
+
+    free_keys: ClassVar[bool] = False
+    """True where further keys are passed on to another library and none is unknown."""
+
+    run_time_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that training fills in; they stay writable after `freeze`."""
+
+    _frozen: bool = PrivateAttr(False)
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        """Build from keywords; entries equal to "auto" fall back to the default unless `strict`.
+
+        Raises:
+            pydantic.ValidationError: a field is unknown or has a value it does not take.
+            DeepSpeedConfigError: a deprecated field is set together with its replacement.
+        """
+        if not strict:
+            data = {key: value for key, value in data.items() if not drops_auto(type(self), key, value)}
+        for move in deprecated_moves(type(self), data):
+            data = move.apply(data)
+            _warn(move.message(type(self).__name__ + "."))
+        super().__init__(**data)
+
+    @classmethod
+    def explain_unknown_key(cls, key: str, value: Any) -> Problem | None:
+        """What to say about an unknown key when the section knows better than the general rule."""
+        return None
+
+    def freeze(self) -> None:
+        """Make this section and the sections below it read-only, but for `run_time_fields`."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, DeepSpeedConfigModel):
+                value.freeze()
+            elif isinstance(value, list):
+                for item in value:
+                    if isinstance(item, DeepSpeedConfigModel):
+                        item.freeze()
+        self._frozen = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign and validate; refused on a frozen section."""
+        if name in type(self).model_fields and self._frozen and name not in self.run_time_fields:
+            _refuse_assignment(type(self).__name__, name)
+        super().__setattr__(name, value)
+
+    @field_serializer("*", when_used="json", check_fields=False)
+    def serialize_torch_dtype(self, value: Any) -> Any:
+        """A torch dtype is written to JSON as its text, `torch.bfloat16`."""
+        return str(value) if type(value).__name__ == "dtype" else value
+
+
+def _refuse_assignment(section: str, name: str) -> NoReturn:
+    raise AttributeError(
+        f"{section}.{name} is read-only: the engine was built from it. Change the config passed to initialize()."
+    )
+
+
+def _warn(message: str) -> None:
+    from deepspeed.utils.logging import logger  # logging is set up only when something is said
+
+    logger.warning(message)
+
+
+def drops_auto(model: type[BaseModel], key: str, value: Any) -> bool:
+    """Whether `value` is the placeholder "auto" and `key` does not have "auto" as a meaning of its own."""
+    if not (isinstance(value, str) and value == AUTO):
+        return False
+    found = find_field(model, key)
+    return found is None or found[1].default != AUTO
+
+
+def find_field(model: type[BaseModel], key: str) -> tuple[str, FieldInfo] | None:
+    """The field that `key` (a field name or an alias) stands for."""
+    fields = model.model_fields
+    if key in fields:
+        return key, fields[key]
+    return next(((name, field) for name, field in fields.items() if field.alias == key), None)
+
+
+def field_metadata(field: FieldInfo) -> Mapping[str, Any]:
+    """The `json_schema_extra` of a field as a mapping (empty when it has none)."""
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
+@dataclass(frozen=True)
+class DeprecatedMove:
+    """A deprecated key found in the input, and where its value goes."""
+
+    old: str
+    """Key as written."""
+    new: tuple[str, ...]
+    """Field names from the section down to the replacement; empty when nothing replaces it."""
+    value: Any
+    """Converted value."""
+    sets_new: bool
+    """Whether the value is carried over."""
+    note: str
+    """Extra text of the deprecation."""
+
+    def message(self, prefix: str) -> str:
+        """The one line that names both keys, each after `prefix` (a key path with its dot, or nothing)."""
+        if not self.new:
+            return f"{prefix}{self.old} is deprecated and has no effect. {self.note}".rstrip()
+        if self.sets_new:
+            target = f"use {prefix}{'.'.join(self.new)}, which it sets"
+        else:
+            target = f"use {prefix}{'.'.join(self.new)}; it has no effect itself"
+        return f"{prefix}{self.old} is deprecated: {target}. {self.note}".rstrip()
+
+    def apply(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """`data` without the old key and, if the value is carried over, with the new one set."""
+        out = {key: value for key, value in data.items() if key != self.old}
+        if self.new and self.sets_new:
+            block = out
+            for name in self.new[:-1]:
+                inner = block.get(name)
+                block[name] = dict(inner) if isinstance(inner, Mapping) else {}
+                block = block[name]
+            block[self.new[-1]] = self.value
+        return out
+
+
+def deprecated_moves(model: type[BaseModel], data: Mapping[str, Any]) -> Iterator[DeprecatedMove]:
+    """The deprecated keys present in `data`.
+
+    Raises:
+        DeepSpeedConfigError: a deprecated key and its replacement are both set.
+    """
+    for key, value in data.items():
+        found = find_field(model, key)
+        extra = field_metadata(found[1]) if found else {}
+        if not extra.get("deprecated"):
+            continue
+        new = tuple(str(extra["new_param"]).split(".")) if extra.get("new_param") else ()
+        convert: Callable[[Any], Any] = extra.get("new_param_fn") or (lambda same: same)
+        move = DeprecatedMove(
+            old=key,
+            new=new,
+            value=convert(value),
+            sets_new=bool(extra.get("set_new_param", True)),
+            note=str(extra.get("deprecated_msg", "")),
+        )
+        if new and move.sets_new and _is_set(model, data, new):
+            raise DeepSpeedConfigError(
+                f"{key} is deprecated and {'.'.join(new)} replaces it, but both are set; remove {key}"
+            )
+        yield move
+
+
+def _is_set(model: type[BaseModel], data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+    """Whether the field at `path` is given in `data`, under its name or its alias at every level."""
+    field = model.model_fields.get(path[0])
+    spellings = {path[0], field.alias if field else None}
+    for key in spellings & data.keys():
+        if len(path) == 1:
+            return data[key] is not None
+        inner = nested_model(field) if field else None
+        if isinstance(data[key], Mapping) and inner is not None:
+            return _is_set(inner, data[key], path[1:])
+    return False
+
+
+def nested_model(field: FieldInfo) -> type[DeepSpeedConfigModel] | None:
+    """The section class of a field that holds one (also `Section | None` and `bool | Section`)."""
+    return next(iter(_models(field.annotation)), None)
+
+
+def _models(annotation: Any) -> Iterator[type[DeepSpeedConfigModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, DeepSpeedConfigModel):
+        yield annotation
+    elif getattr(annotation, "__origin__", None) not in (list, dict, tuple):
+        for inner in getattr(annotation, "__args__", ()):
+            yield from _models(inner)
+
+
+# ---- readers and helpers that client code imports ----
+
+
+class DeepSpeedConfigObject:
+    """Plain attribute holder that prints as JSON."""
+
+    def repr(self) -> dict[str, Any]:
+        """Attributes as a dictionary."""
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        """Attributes as indented JSON."""
+        return json.dumps(self.__dict__, indent=4, default=str)
+
+
+class ScientificNotationEncoder(json.JSONEncoder):
+    """JSON with numbers from 1000 up in scientific notation, mappings indented by four blanks."""
+
+    def iterencode(self, o: Any, _one_shot: bool = False, level: int = 0) -> Iterator[str]:
+        """The text of `o`, in one piece."""
+        indent = self.indent if isinstance(self.indent, int) else 4
+        if isinstance(o, bool) or o is None:
+            return iter((json.dumps(o),))
+        if isinstance(o, (int, float)):
+            return iter((f"{o:e}" if o > 1e3 else f"{o}",))
+        if isinstance(o, Mapping):
+            pad = " " * (level + 1) * indent
+            rows = [f'{pad}"{key}": {"".join(self.iterencode(value, level=level + 1))}' for key, value in o.items()]
+            return iter(("{\n" + ", \n".join(rows) + "\n" + " " * level * indent + "}",))
+        if isinstance(o, (list, tuple)):
+            return iter(("[" + ", ".join("".join(self.iterencode(value, level=level + 1)) for value in o) + "]",))
+        return super().iterencode(o, _one_shot)
+
+
+class pp_int(int):
+    """An int that prints with thousands separators, or as a given text."""
+
+    _text: str | None
+
+    def __new__(cls, val: int, custom_print_str: str | None = None) -> pp_int:
+        """An int equal to `val` that prints as `custom_print_str` if given."""
+        number = super().__new__(cls, val)
+        number._text = custom_print_str
+        return number
+
+    def __repr__(self) -> str:
+        """`1,000,000`, or the given text."""
+        return self._text or f"{int(self):,}"
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """`param_dict[param_name]`, or the default when absent."""
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_list_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """`param_dict[param_name]`, or the default when absent."""
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_dict_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """`param_dict[param_name]`, or the default when absent."""
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_config_default(config: type[BaseModel], field_name: str) -> Any:
+    """Default of a field.
+
+    Raises:
+        KeyError: no such field.
+        ValueError: the field is required.
+    """
+    fields = config.model_fields
+    if field_name not in fields:
+        raise KeyError(f"{field_name} is not a field of {config.__name__}; its fields are {', '.join(fields)}")
+    if fields[field_name].is_required():
+        raise ValueError(f"{config.__name__}.{field_name} is required and has no default")
+    return fields[field_name].get_default(call_default_factory=True)
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for JSON readers that refuses a key given twice in one object.
+
+    Raises:
+        ValueError: names the keys.
+    """
+    counts: dict[str, int] = {}
+    for key, _ in ordered_pairs:
+        counts[key] = counts.get(key, 0) + 1
+    twice = [key for key, count in counts.items() if count > 1]
+    if twice:
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}; keep one of each")
+    return dict(ordered_pairs)

@@ -1,0 +1,198 @@
+"""Which known settings ask for something this version cannot do yet.
+
+Owns one table: a row is removed when its feature lands. A setting is refused only where it would change what happens:
+`enabled: false` blocks and settings without effect at the chosen stage are not asked for. Invariant: a known key of a
+feature that is not there is refused by name, never accepted in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.runtime.config_problems import Problem, show
+from deepspeed.runtime.optimizer_config import ONEBIT_OPTIMIZERS
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config_schema import ConfigSections
+
+
+@dataclass(frozen=True)
+class MissingFeature:
+    """One setting that is refused."""
+
+    path: str
+    """Dotted path of the key, by field names."""
+    asked: Callable[[ConfigSections], bool]
+    """Whether the config asks for it."""
+    what: str
+    """What is missing, in one line."""
+    change: str
+    """What to set instead."""
+
+
+def _on(*path: str) -> Callable[[ConfigSections], bool]:
+    """The section at `path` is present and enabled."""
+
+    def asked(sections: ConfigSections) -> bool:
+        value: Any = sections
+        for name in path:
+            value = getattr(value, name)
+            if value is None:
+                return False
+        return bool(value.enabled)
+
+    return asked
+
+
+def _zero(sections: ConfigSections) -> Any:
+    return sections.zero_optimization
+
+
+def _stage3(test: Callable[[Any], bool]) -> Callable[[ConfigSections], bool]:
+    return lambda sections: _zero(sections).stage == 3 and test(_zero(sections))
+
+
+def _offloads(block: Any) -> bool:
+    return block is not None and block.device != "none"
+
+
+def _row(path: str, asked: Callable[[ConfigSections], bool], what: str, change: str) -> MissingFeature:
+    return MissingFeature(path, asked, what, change)
+
+
+def _switch(path: str, what: str, key: str = "enabled") -> MissingFeature:
+    return _row(f"{path}.{key}", _on(*path.split(".")), what, f"set {path}.{key} to false or remove {path}")
+
+
+MISSING_FEATURES: tuple[MissingFeature, ...] = (
+    _row("zero_optimization.stage", _stage3(lambda zero: True), "sharding of weights", "use stage 0, 1 or 2"),
+    _row(
+        "zero_optimization.offload_optimizer.device",
+        lambda s: _zero(s).stage >= 1 and _offloads(_zero(s).offload_optimizer),
+        "offload of optimizer states",
+        'use device "none"',
+    ),
+    _row(
+        "zero_optimization.offload_param.device",
+        _stage3(lambda zero: _offloads(zero.offload_param)),
+        "offload of weights",
+        'use device "none"',
+    ),
+    _row(
+        "zero_optimization.zenflow",
+        lambda s: _zero(s).stage >= 1 and _zero(s).zenflow is not None,
+        "ZenFlow",
+        "remove it",
+    ),
+    _row(
+        "zero_optimization.zero_hpz_partition_size",
+        _stage3(lambda zero: zero.zero_hpz_partition_size > 1),
+        "secondary weight shards (hpZ)",
+        "use 1",
+    ),
+    _row(
+        "zero_optimization.zero_quantized_weights",
+        _stage3(lambda zero: zero.zero_quantized_weights),
+        "quantized weight gathering (qwZ)",
+        "use false",
+    ),
+    _row(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        _stage3(lambda zero: zero.zero_quantized_nontrainable_weights),
+        "quantized weight gathering (qwZ)",
+        "use false",
+    ),
+    _row(
+        "zero_optimization.zero_quantized_gradients",
+        _stage3(lambda zero: zero.zero_quantized_gradients),
+        "quantized gradient reduction (qgZ)",
+        "use false",
+    ),
+    _row(
+        "zero_optimization.zeropp_loco_param",
+        _stage3(lambda zero: bool(zero.zeropp_loco_param)),
+        "error feedback of quantized reduction (LoCo)",
+        "remove it",
+    ),
+    _row(
+        "zero_optimization.mics_shard_size",
+        _stage3(lambda zero: zero.mics_shard_size > 0),
+        "MiCS shard groups",
+        "use -1",
+    ),
+    _row(
+        "optimizer.type",
+        lambda s: s.optimizer is not None and s.optimizer.name in ONEBIT_OPTIMIZERS,
+        "1-bit optimizers",
+        "use Adam, AdamW or Lamb",
+    ),
+    _row(
+        "tensor_parallel.autotp_size",
+        lambda s: s.tensor_parallel is not None and s.tensor_parallel.autotp_size > 1,
+        "automatic tensor parallelism",
+        "use 0",
+    ),
+    _switch("expert_parallel", "automatic expert parallelism"),
+    _row("compile.deepcompile", lambda s: s.compile.deepcompile, "DeepCompile", "use false; torch.compile works"),
+    _row("compile.passes", lambda s: bool(s.compile.passes), "graph passes", "remove it; torch.compile works"),
+    _row("compile.autoep_non_moe", lambda s: s.compile.autoep_non_moe, "AutoEP compilation", "use false"),
+    _row("graph_harvesting", lambda s: s.graph_harvesting, "capture of the step in a CUDA graph", "use false"),
+    _switch("tensorboard", "the TensorBoard monitor"),
+    _switch("wandb", "the Weights & Biases monitor"),
+    _switch("csv_monitor", "the CSV monitor"),
+    _switch("comet", "the Comet monitor"),
+    _switch("flops_profiler", "the flops profiler"),
+    _switch("data_efficiency", "data efficiency (curriculum, dynamic batches, random-LTD)"),
+    _switch("curriculum_learning", "the sequence-length curriculum"),
+    _switch("autotuning", "autotuning"),
+    _switch("elasticity", "elastic batch sizes"),
+    _switch("hybrid_engine", "the hybrid engine"),
+    _switch("amp", "Apex AMP (use fp16, bf16 or torch_autocast)"),
+    _switch("progressive_layer_drop", "progressive layer dropping"),
+    _switch("quantize_training.eigenvalue", "eigenvalue estimation"),
+    _row(
+        "eigenvalue",
+        lambda s: bool(s.eigenvalue and s.eigenvalue.get("enabled")),
+        "eigenvalue estimation",
+        "remove it",
+    ),
+    _row("sparse_attention", lambda s: s.sparse_attention is not None, "block-sparse attention", "remove it"),
+    _row(
+        "compression_training",
+        lambda s: s.compression_training is not None and s.compression_training.any_enabled,
+        "compression",
+        "remove it",
+    ),
+    _row(
+        "weight_quantization",
+        lambda s: s.weight_quantization is not None and s.weight_quantization.enabled,
+        "weight quantization",
+        "remove it or set weight_quantization.enabled to false",
+    ),
+    _row("checkpoint.load_universal", lambda s: s.checkpoint.load_universal, "universal checkpoints", "use false"),
+    _row("checkpoint.writer", lambda s: s.checkpoint.writer is not None, "the fast checkpoint writer", "remove it"),
+    _switch("nebula", "Nebula checkpoints"),
+    _row("datastates_ckpt", lambda s: s.datastates_ckpt is not False, "DataStates checkpoints", "remove it"),
+)
+
+
+def missing_features(sections: ConfigSections) -> list[Problem]:
+    """A problem for every setting that asks for something this version cannot do yet."""
+    problems = []
+    for row in MISSING_FEATURES:
+        if row.asked(sections):
+            value: Any = sections
+            for name in row.path.split("."):
+                value = getattr(value, name, None)
+            found = show(value) if not hasattr(value, "model_fields_set") else "a section"
+            problems.append(
+                Problem(
+                    row.path,
+                    f"found {found}; not available in this version: {row.what}",
+                    row.change,
+                    keys=(row.path,),
+                )
+            )
+    return problems

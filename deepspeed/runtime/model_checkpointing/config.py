@@ -1,0 +1,75 @@
+"""Section `checkpoint`: how checkpoints are written, checked and kept."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from deepspeed.runtime.config_types import Flag, Integer, Size, upper_word
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+
+class CheckpointWriterConfig(DeepSpeedConfigModel):
+    """`checkpoint.writer`: the fast and the decoupled writer."""
+
+    keeps_unknown_keys = True
+
+    type: Annotated[str, upper_word("MOCK", "PYTHON", "FAST")] = "FAST"
+    """File writer: MOCK writes nothing, PYTHON is plain file I/O, FAST uses double-buffered asynchronous I/O.
+    Example: "PYTHON"."""
+
+    io_buffer_size: Annotated[Size, Field(gt=0)] = 67_108_864
+    """Bytes of the pinned write buffer. Example: 134217728."""
+
+    io_buffer_double: Flag = True
+    """Fill one half of the buffer while the other is written. Example: false."""
+
+    show_statistics: Flag = False
+    """Print write speeds. Example: true."""
+
+    data_parallel: Annotated[str, upper_word("REPLICA", "SOCKET", "MACHINE")] | None = None
+    """Ranks that share the writing of one file. Example: "REPLICA"."""
+
+    decoupled: Flag = False
+    """Write from a separate process while training goes on. Example: true."""
+
+    io_multiplier: Annotated[Integer, Field(gt=0)] = 1
+    """Writers per rank. Example: 2."""
+
+
+class CheckpointParallelWriteConfig(DeepSpeedConfigModel):
+    """`checkpoint.parallel_write`: who writes which file."""
+
+    keeps_unknown_keys = True
+
+    pipeline_stage: Flag = False
+    """[with PipelineModule] Data-parallel ranks of a stage share the writing of its layer files. Example: true."""
+
+
+class CheckpointConfig(DeepSpeedConfigModel):
+    """`checkpoint`: saving and loading."""
+
+    keeps_unknown_keys = True
+
+    tag_validation: Annotated[str, upper_word("IGNORE", "WARN", "FAIL")] = "WARN"
+    """What to do when ranks save under different tags. Example: "Fail"."""
+
+    load_universal: Flag = False
+    """Read the checkpoint from a universal folder. Example: true."""
+
+    use_node_local_storage: Flag = False
+    """Every node writes to and reads from its own disk. Example: true."""
+
+    parallel_write: CheckpointParallelWriteConfig = Field(default_factory=CheckpointParallelWriteConfig)
+    """Who writes which file. Example: {"pipeline_stage": true}."""
+
+    checkpoint_serialization: Flag = True
+    """Use torch's zip file format. Example: false."""
+
+    writer: CheckpointWriterConfig | None = None
+    """Choose the fast or decoupled writer. Example: {"type": "FAST"}."""
+
+    keep_last: Annotated[Integer, Field(ge=1)] | None = None
+    """Keep only this many newest checkpoints in a folder, deleting older ones once a newer one is complete;
+    absent = keep all. Example: 3."""

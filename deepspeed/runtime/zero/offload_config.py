@@ -1,0 +1,99 @@
+"""Sections `zero_optimization.offload_param` and `zero_optimization.offload_optimizer`.
+
+Owns where sharded state lives outside the device and how much of it is moved at a time. Counts are buffers, sizes are
+elements. Does not own the stores (`runtime/swap_tensor/`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from deepspeed.runtime.config_types import Flag, Integer, Real, Size
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where offloaded state lives."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """Kinds of state that `engine.offload_states` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+    """`offload_param`: where parameter shards live between uses."""
+
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    """[stage 3] Where parameter shards live. Example: "cpu"."""
+
+    nvme_path: Path | None = None
+    """[stage 3] Folder for the files when device is nvme. Example: "/local_nvme"."""
+
+    buffer_count: Annotated[Integer, Field(ge=0)] = 5
+    """[stage 3] Host buffers in the pool through which nvme parameters pass. Example: 5."""
+
+    buffer_size: Annotated[Size, Field(ge=0)] = 100_000_000
+    """[stage 3] Elements of one pool buffer; at least the largest parameter. Example: 1e8."""
+
+    max_in_cpu: Annotated[Size, Field(ge=0)] = 1_000_000_000
+    """[stage 3] Parameter elements kept in host memory when device is nvme. Example: 1e9."""
+
+    pin_memory: Flag = True
+    """[stage 3] Page-lock host buffers: faster copies, memory that cannot be swapped out. Example: false."""
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+    """`offload_optimizer`: where optimizer states live and where the step runs."""
+
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    """[stages 1-3] Where optimizer states live; nvme needs stage 3. Example: "cpu"."""
+
+    nvme_path: Path | None = None
+    """[stage 3] Folder for the files when device is nvme. Example: "/local_nvme"."""
+
+    buffer_count: Annotated[Integer, Field(ge=0)] = 4
+    """[stage 3] Host buffers in the swap pool, at least the number of states per parameter. Example: 4."""
+
+    pin_memory: Flag = True
+    """[stages 1-3] Page-lock host buffers. Example: false."""
+
+    pipeline_read: Flag = False
+    """[stage 3] Read the next sub-group from nvme while the current one is stepped. Example: true."""
+
+    pipeline_write: Flag = False
+    """[stage 3] Write the previous sub-group to nvme while the current one is stepped. Example: true."""
+
+    fast_init: Flag = False
+    """[stage 3] Skip the first-touch initialization of nvme files. Example: true."""
+
+    ratio: Annotated[Real, Field(ge=0.0, le=1.0)] = 1.0
+    """[stage 3] Share of sub-groups stepped on the host; below 1.0 needs stage 3. Example: 0.3."""
+
+    super_offload: Flag = False
+    """[stage 3] Use the SuperOffload executor (CUDA only). Example: true."""
+
+    cpuadam_cores_perc: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.8
+    """[stage 3] Share of host cores given to the SuperOffload Adam worker. Example: 0.8."""
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether reads or writes of neighbouring sub-groups overlap the step."""
+        return self.pipeline_read or self.pipeline_write
+
+    def set_pipeline(self) -> DeepSpeedZeroOffloadOptimizerConfig:
+        """Kept for callers of the reference; `pipeline` is always up to date."""
+        return self
