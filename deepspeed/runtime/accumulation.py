@@ -1,0 +1,56 @@
+"""Micro-steps and boundaries: when a window of accumulated gradients is complete. Counters only, no tensors.
+
+A *window* is ``steps`` micro-steps; the last one is the boundary, where gradients are reduced and the optimizer
+steps. ``micro_steps`` counts over the whole run, so a window may straddle an epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass
+class GradAccumulation:
+    """``steps`` micro-steps per window. ``managed`` False: the caller scales losses and every ``step()`` is a boundary."""
+
+    steps: int
+    managed: bool = True
+    micro_steps: int = 0
+    forced: bool | None = None  # set_gradient_accumulation_boundary
+    in_no_sync: bool = False
+
+    def is_boundary(self) -> bool:
+        """True when the micro-step in progress ends its window."""
+        if self.forced is not None:
+            return self.forced
+        if not self.managed:
+            return True
+        return (self.micro_steps + 1) % self.steps == 0
+
+    def force(self, is_boundary: bool | None) -> None:
+        self.forced = is_boundary
+
+    @property
+    def loss_divisor(self) -> int:
+        """What a managed backward divides the loss by."""
+        return self.steps if self.managed else 1
+
+    @property
+    def starts_window(self) -> bool:
+        return not self.managed or self.micro_steps % self.steps == 0
+
+    def finish_micro_step(self) -> None:
+        self.micro_steps += 1
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep their gradients local. Raises RuntimeError when entered twice."""
+        if self.in_no_sync:
+            raise RuntimeError("engine.no_sync() is already active; leave it before entering it again")
+        self.in_no_sync = True
+        try:
+            yield
+        finally:
+            self.in_no_sync = False

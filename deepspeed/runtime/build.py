@@ -1,0 +1,382 @@
+"""The composition root: from what the user passed to ``deepspeed.initialize`` to an engine.
+
+The only place that reads feature config and puts collaborators together, as small functions in reading order:
+
+    config -> mesh -> module -> precision -> optimizer -> scheduler -> data -> callbacks -> engine
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
+from deepspeed.runtime import summary
+from deepspeed.runtime.accumulation import GradAccumulation
+from deepspeed.runtime.callbacks import CallbackList
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_types import torch_dtype
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.engine import DeepSpeedEngine, EngineParts
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.lr_schedules import build_scheduler
+from deepspeed.runtime.optimizers import build_optimizer, is_elementwise
+from deepspeed.runtime.precision import PrecisionPolicy, cast_module, low_precision_safe_params
+from deepspeed.runtime.precision_config import DEFAULT_AUTOCAST_MODULES
+from deepspeed.runtime.replicas import agree_on_model, broadcast_module
+from deepspeed.runtime.watchers import default_callbacks
+from deepspeed.runtime.zero.historical import optimizer_class
+from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
+from deepspeed.runtime.zero.placement import Placement
+from deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
+
+
+def build_engine(
+    *,
+    args: Any,
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Any,
+    training_data: Any,
+    lr_scheduler: Any,
+    distributed_port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Any,
+    config: Any,
+    mesh_param: Any,
+) -> DeepSpeedEngine:
+    """Everything ``deepspeed.initialize`` does after its arguments have been looked at."""
+    if not dist.is_initialized() and dist_init_required is not False:
+        dist.init_distributed(dist_backend=None, distributed_port=distributed_port, dist_init_required=dist_init_required)
+    mesh = build_mesh(config, mpu, mesh_param)
+    parsed = DeepSpeedConfig(config, mpu=mpu, dp_world_size=mesh.size("dp"))
+    tell_about_config(parsed)
+    device = local_device()
+    precision, report = prepare_module(model, parsed, device)
+    names = name_parameters(model)
+    group = mesh.group("zero")
+    if mesh.size("zero") > 1:
+        agree_on_model(model, group)
+        broadcast_module(model, group)
+    accumulation = GradAccumulation(parsed.gradient_accumulation_steps, parsed.managed_gradient_accumulation)
+    basic = choose_optimizer(parsed, model, optimizer, model_parameters, precision)
+    wrapped = wrap_optimizer(basic, parsed, mesh, precision, names, model, accumulation) if basic is not None else None
+    schedule = choose_scheduler(parsed, lr_scheduler, basic)
+    loaders = LoaderFactory(parsed, mesh)
+    engine = DeepSpeedEngine(
+        EngineParts(
+            module=model,
+            config=parsed,
+            mesh=mesh,
+            precision=precision,
+            accumulation=accumulation,
+            device=device,
+            param_names=names,
+            optimizer=wrapped,
+            basic_optimizer=basic,
+            lr_scheduler=schedule,
+            client_lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+            args=args,
+            mpu=mpu,
+            callbacks=CallbackList(default_callbacks(parsed)),
+            make_checkpoint_manager=checkpoint_manager,
+            make_dataloader=loaders,
+            cast_report=report,
+        )
+    )
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    summary.announce(engine)
+    return engine
+
+
+# ---- mesh and config -----------------------------------------------------------------------------------------------
+
+
+def build_mesh(config: Any, mpu: Any, mesh_param: Any) -> ParallelMesh:
+    """The mesh of ranks: from an ``mpu`` object, from ``mesh_param`` (dp, sp), from the config, or all-dp."""
+    if mpu is not None:
+        mesh = ParallelMesh.from_mpu(mpu)
+    else:
+        sequence = 1
+        if mesh_param is not None:
+            data, sequence = mesh_param
+            found = dist.get_world_size() if dist.is_initialized() else 1
+            if data * sequence != found:
+                raise ValueError(
+                    f"mesh_param=({data}, {sequence}) needs {data * sequence} ranks (data x sequence parallel); "
+                    f"the world has {found}"
+                )
+        elif isinstance(config, dict):
+            sequence = int(config.get("sequence_parallel_size") or 1)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        mesh = ParallelMesh.build(world, rank=rank, sp=sequence)
+    set_current_mesh(mesh)
+    return mesh
+
+
+def tell_about_config(config: DeepSpeedConfig) -> None:
+    """Apply the log level, then name on rank 0 everything that was not taken literally."""
+    if config.log_level:
+        set_log_level_from_string(config.log_level)
+    for line in config.messages():
+        if dist.get_rank() == 0:
+            logger.warning(line)
+
+
+def local_device() -> torch.device:
+    """The accelerator device of this rank."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    accelerator.set_device(local)
+    return torch.device(accelerator.device_name(local))
+
+
+# ---- module and precision ------------------------------------------------------------------------------------------
+
+
+def prepare_module(
+    model: nn.Module, config: DeepSpeedConfig, device: torch.device
+) -> tuple[PrecisionPolicy, dict[str, list[str]]]:
+    """Cast and move ``model`` in place; returns the policy and what was cast."""
+    precision = build_precision(config, model)
+    report = cast_module(model, precision)
+    model.to(device)
+    return precision, report
+
+
+def build_precision(config: DeepSpeedConfig, model: nn.Module) -> PrecisionPolicy:
+    """The dtype record. Raises ValueError for a dtype the accelerator cannot compute with."""
+    fp16, bf16, types, autocast = (
+        config.float16_config,
+        config.bfloat16_config,
+        config.data_types,
+        config.torch_autocast,
+    )
+    accelerator = get_accelerator()
+    if fp16.enabled and not accelerator.is_fp16_supported():
+        raise ValueError(f"fp16.enabled: accelerator {accelerator.device_name()!r} cannot compute in fp16; use bf16 or fp32")
+    if bf16.enabled and not accelerator.is_bf16_supported():
+        raise ValueError(f"bf16.enabled: accelerator {accelerator.device_name()!r} cannot compute in bf16; use fp32")
+    dtype = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32
+    low_masters = fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads
+    autocast_dtype = (torch_dtype(autocast.dtype) or torch.bfloat16) if autocast.enabled else None
+    modules = autocast.lower_precision_safe_modules
+    return PrecisionPolicy(
+        model=dtype,
+        master=dtype if low_masters else torch.float32,
+        accum=torch_dtype(types.grad_accum_dtype),
+        comm=torch_dtype(config.communication_data_type),
+        buffer=torch_dtype(types.buffer_dtype),
+        autocast=autocast_dtype,
+        autocast_comm_modules=tuple(DEFAULT_AUTOCAST_MODULES if modules is None else modules),
+        keep_fp32=fp32_patterns(types.keep_in_fp32_modules, model),
+        check_overflow=fp16.enabled
+        or (bf16.enabled and bf16.check_grad_overflow)
+        or autocast_dtype == torch.float16,
+        cast_inputs=fp16.enabled and fp16.auto_cast,
+        fp16_scaling=fp16.enabled or autocast_dtype == torch.float16,
+    )
+
+
+def fp32_patterns(setting: str | list[str], model: nn.Module) -> tuple[str, ...]:
+    """Module patterns that stay fp32: the list given, or ("auto") what a transformers model declares for itself."""
+    if setting != "auto":
+        return tuple(setting)
+    declared: list[str] = []
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        declared += list(getattr(model, attribute, None) or ())
+    return tuple(dict.fromkeys(declared))
+
+
+def name_parameters(model: nn.Module) -> dict[int, str]:
+    """``id(parameter) -> name`` in registration order; a tied parameter has its first name."""
+    return {id(param): clean_name(name) for name, param in model.named_parameters()}
+
+
+def clean_name(name: str) -> str:
+    """``name`` without the prefix torch.compile puts on the modules it wraps."""
+    return name.replace("_orig_mod.", "")
+
+
+# ---- optimizer -----------------------------------------------------------------------------------------------------
+
+
+def choose_optimizer(
+    config: DeepSpeedConfig,
+    model: nn.Module,
+    client: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    model_parameters: Any,
+    precision: PrecisionPolicy,
+) -> torch.optim.Optimizer | None:
+    """The torch optimizer: the client's instance, what the client's callable returns, or the config's; else None."""
+    params = param_groups(model, model_parameters)
+    if isinstance(client, torch.optim.Optimizer):
+        return client
+    if callable(client):
+        made = client(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"optimizer: the callable must return a torch.optim.Optimizer; it returned {type(made).__name__}")
+        return made
+    if client is not None:
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer or a callable that makes one; found {type(client).__name__}"
+        )
+    section = config.optimizer
+    if section is None or section.type is None:
+        if config.zero_config.stage:
+            raise ValueError(
+                f"zero_optimization.stage={int(config.zero_config.stage)} shards optimizer state, but there is no "
+                "optimizer: pass optimizer= to deepspeed.initialize or add an `optimizer` block to the config"
+            )
+        return None
+    settings = dict(section.params or {})
+    if precision.master is not torch.float32 and not config.bfloat16_config.bf16_optimizer_states:
+        settings.setdefault("fp32_optimizer_states", True)
+    elif config.bfloat16_config.bf16_optimizer_states:
+        settings["fp32_optimizer_states"] = False
+    return build_optimizer(section.type, settings, params, low_precision_masters=precision.master is not torch.float32)
+
+
+def param_groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
+    """``model_parameters`` as a list of group dicts; default: all trainable parameters in one group."""
+    if model_parameters is None:
+        return [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    if isinstance(model_parameters, nn.Module):
+        model_parameters = model_parameters.parameters()
+    listed = list(model_parameters)
+    if listed and isinstance(listed[0], dict):
+        groups = []
+        for group in listed:
+            members = group["params"]
+            members = [members] if isinstance(members, torch.Tensor) else list(members)
+            groups.append({**group, "params": members})
+        return groups
+    if listed and isinstance(listed[0], tuple):
+        listed = [param for _, param in listed]
+    return [{"params": listed}]
+
+
+def wrap_optimizer(
+    basic: torch.optim.Optimizer,
+    config: DeepSpeedConfig,
+    mesh: ParallelMesh,
+    precision: PrecisionPolicy,
+    names: dict[int, str],
+    model: nn.Module,
+    accumulation: GradAccumulation,
+) -> ZeroOptimizer:
+    """``basic`` inside the ZeRO core, with the placement of the configured stage."""
+    zero = config.zero_config
+    world = mesh.size("zero")
+    placement = Placement.for_stage(int(zero.stage), world)
+    scaler = None
+    if precision.fp16_scaling:
+        fp16 = config.float16_config
+        dynamic = not fp16.loss_scale
+        scaler = CreateLossScaler(
+            dtype=torch.float16,
+            static_loss_scale=fp16.loss_scale or 1.0,
+            dynamic_scaling=dynamic,
+            dynamic_loss_args=config.dynamic_loss_scale_args if dynamic else None,
+        )
+    bucket = zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else None
+    safe = {id(p) for p in low_precision_safe_params(model, precision.autocast_comm_modules)} if precision.autocast else set()
+    options = ZeroOptions(
+        bucket_numel=bucket,
+        overlap=bool(zero.overlap_comm),
+        pre_divide=pre_divide(config, world),
+        sum_gradients=config.gradient_allreduce_op == "sum",
+        clip=float(config.gradient_clipping or 0.0),
+        compute_norm=zero.compute_grad_norm,
+        elementwise=is_elementwise(basic),
+        round_robin=zero.round_robin_gradients,
+        accumulates=accumulation.steps > 1 or not accumulation.managed,
+        comm_dtype_of=lambda param: precision.autocast if id(param) in safe else None,
+    )
+    return optimizer_class(int(zero.stage), precision)(
+        basic,
+        names=names,
+        placement=placement,
+        precision=precision,
+        process_group=mesh.group("zero"),
+        rank=mesh.rank("zero"),
+        world=world,
+        options=options,
+        scaler=scaler,
+    )
+
+
+def pre_divide(config: DeepSpeedConfig, world: int) -> float:
+    """What gradients are divided by before the sum (the rest of ``world`` comes after it)."""
+    if config.prescale_gradients:
+        factor = float(config.gradient_predivide_factor)
+        return factor if factor != 1.0 else float(world)
+    return 1.0
+
+
+# ---- scheduler and data --------------------------------------------------------------------------------------------
+
+
+def choose_scheduler(config: DeepSpeedConfig, client: Any, basic: torch.optim.Optimizer | None) -> Any:
+    """The schedule: the client's instance, what its callable makes of the optimizer, or the config's; else None."""
+    if client is not None:
+        if hasattr(client, "step"):
+            return client
+        if callable(client):
+            return client(basic)
+        raise TypeError(f"lr_scheduler: expected a scheduler or a callable that makes one; found {type(client).__name__}")
+    section = config.scheduler
+    if section is None or section.type is None:
+        return None
+    if basic is None:
+        raise ValueError(f"scheduler.type={section.type!r}: there is no optimizer whose rate it could set")
+    return build_scheduler(section.type, dict(section.params or {}), basic)
+
+
+class LoaderFactory:
+    """Makes data loaders with the engine's batch size and this rank's share of the samples."""
+
+    def __init__(self, config: DeepSpeedConfig, mesh: ParallelMesh) -> None:
+        self.config, self.mesh = config, mesh
+
+    def __call__(self, dataset: Any, *, batch_size: int, route: str, pin_memory: bool, data_sampler: Any,
+                 collate_fn: Any, num_local_io_workers: int | None) -> DeepSpeedDataLoader:  # fmt: skip
+        if route not in ("train", "eval", "predict"):
+            raise ValueError(f"deepspeed_io: route must be 'train', 'eval' or 'predict'; found {route!r}")
+        return DeepSpeedDataLoader(
+            dataset=dataset,
+            batch_size=batch_size,
+            pin_memory=pin_memory and get_accelerator().device_name() != "cpu",
+            local_rank=self.mesh.rank("dp"),
+            data_sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_parallel_world_size=self.mesh.size("dp"),
+            data_parallel_rank=self.mesh.rank("dp"),
+            dataloader_drop_last=self.config.dataloader_drop_last,
+        )
+
+
+def checkpoint_manager(engine: DeepSpeedEngine) -> Any:
+    from deepspeed.checkpoint.manager import CheckpointManager
+
+    return CheckpointManager(engine)
+
+
+def collect(engine: DeepSpeedEngine) -> None:
+    """Free what construction left behind."""
+    log_dist(f"initialized {type(engine.module).__name__}", [0])
+    gc.collect()

@@ -1,0 +1,23 @@
+"""Which historical optimizer class stands for a stage and precision, so that ``isinstance`` checks go on working.
+
+All of them are the one :class:`ZeroOptimizer`; the choice changes no number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.precision import PrecisionPolicy
+from deepspeed.runtime.zero.optimizer import ZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+
+def optimizer_class(stage: int, precision: PrecisionPolicy) -> type[ZeroOptimizer]:
+    """The class name clients expect for ``stage`` (0-2) in this precision."""
+    if stage == 0:
+        return ZeroOptimizer if precision.model is torch.float32 else FP16_Optimizer
+    if stage == 1 and precision.model is torch.bfloat16 and precision.accum is torch.float32:
+        return BF16_Optimizer
+    return DeepSpeedZeroOptimizer

@@ -1,0 +1,106 @@
+"""The one definition of the gradient norm, and what every rank must know at a boundary.
+
+Norm = L2 norm of all gradients of all parameters, unscaled (loss scale and gradient sum undone), global (every
+element counted once over all ranks), before clipping. It is what ``get_global_grad_norm`` reports in every mode.
+
+One small all-reduce carries everything that ranks must agree on before they update: the sum of squares, which
+parameters got a gradient on any rank, gradients that came late, and two check sums of how often each rank has
+communicated. So a parameter used on one rank only is updated everywhere, one unused everywhere is skipped everywhere,
+and ranks that have drifted apart stop before they touch a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.runtime.zero.reduce import Reducer
+from deepspeed.runtime.zero.shard_group import ShardGroup
+
+_HEADER = 4  # sum of squares, left-overs, calls, calls squared
+
+
+class RanksDiverged(RuntimeError):
+    """Ranks reached the same boundary with different histories; nothing has been updated."""
+
+
+@dataclass(slots=True)
+class BoundaryFacts:
+    """``norm``: as held (still multiplied by the loss scale); ``touched``: per group, per parameter, any rank."""
+
+    norm: float
+    touched: list[bytes]
+    left_overs: bool
+
+    @property
+    def overflow(self) -> bool:
+        return not math.isfinite(self.norm)
+
+
+def local_grads(group: ShardGroup, touched: Sequence[int]) -> list[torch.Tensor]:
+    """The gradient tensors of ``group`` that count on this rank (for a shard: whole pieces, padding is zero)."""
+    if group.sharded:
+        return [group.grad] if group.grad is not None and group.grad.numel() else []
+    grads = []
+    for bound in group.fragments:
+        grad = group.grad_of(bound)
+        if grad is not None and touched[bound.position] and grad.numel():
+            grads.append(grad.to_dense() if grad.is_sparse else grad)
+    return grads
+
+
+def sum_of_squares(groups: Sequence[ShardGroup], touched: Sequence[Sequence[int]]) -> torch.Tensor | None:
+    """Sum of squared gradients in fp32, per device one scalar; None when there is no gradient at all.  # 0D"""
+    grads = [grad for group, flags in zip(groups, touched, strict=True) for grad in local_grads(group, flags)]
+    if not grads:
+        return None
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(list(norms)), 2).double().square()
+
+
+@torch.no_grad()
+def boundary_facts(reducer: Reducer, *, want_norm: bool) -> BoundaryFacts:
+    """What all ranks agree on before an update. Collective over the reducer's group; raises :class:`RanksDiverged`."""
+    groups = reducer.groups
+    total = sum_of_squares(groups, reducer.touched) if want_norm else None
+    if reducer.world == 1:
+        norm = math.sqrt(float(total)) if total is not None else 0.0
+        return BoundaryFacts(norm, [bytes(flags) for flags in reducer.touched], False)
+    sharded = any(group.sharded for group in groups)
+    flags = [float(flag) for marks in reducer.touched for flag in marks]
+    calls = reducer.launched
+    vector = torch.tensor([0.0, float(reducer.left_overs()), calls, calls * calls, *flags], dtype=torch.float64)
+    device = groups[0].device if groups else torch.device("cpu")
+    vector = vector.to(device)
+    if total is not None:
+        # A replicated gradient is the same on every rank: its share is 1/world so that the sum counts it once.
+        vector[0] = total if sharded else total / reducer.world
+    collectives.all_reduce(vector, reducer.process_group, op="sum", what="gradient norm and agreement of the ranks").wait()
+    values = vector.tolist()
+    squares, left, calls_sum, calls_squared = values[:_HEADER]
+    if calls_sum * calls_sum != calls_squared * reducer.world:
+        raise RanksDiverged(
+            f"ranks have run a different number of backward passes before this optimizer step: this rank reduced "
+            f"{calls} gradient buckets, the mean over {reducer.world} ranks is {calls_sum / reducer.world:g}. No weight "
+            "was changed. Give every rank the same number of micro-batches (pad or drop the last ones)."
+        )
+    touched, offset = [], _HEADER
+    for marks in reducer.touched:
+        touched.append(bytes(1 if value else 0 for value in values[offset : offset + len(marks)]))
+        offset += len(marks)
+    return BoundaryFacts(math.sqrt(squares) if squares == squares else math.nan, touched, left > 0)
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Factor that brings ``norm`` down to ``max_norm``; 1 when it is not above it or clipping is off (0).
+
+    The 1e-6 in the denominator is that of ``torch.nn.utils.clip_grad_norm_``.
+    """
+    if max_norm <= 0:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

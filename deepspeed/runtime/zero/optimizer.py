@@ -1,0 +1,475 @@
+"""``ZeroOptimizer`` wires the five nouns together; there is one for every stage and precision.
+
+    groups     ShardGroup per (optimizer group, dtype, communication dtype), laid out by ShardLayout
+    reducer    GradReducer (several ranks) or LocalGrads (one rank)
+    watch      BackwardWatch: autograd hooks -> reducer
+    publisher  ParamPublisher: all-gather after the step
+    stepper    InlineStepper: the boundary
+
+It owns the loss scaler's use, gradient clipping, and the public optimizer methods. Which stage runs is only a
+``Placement``; what a boundary is, is the engine's matter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.precision import LOW_PRECISION, PrecisionPolicy
+from deepspeed.runtime.zero.bucket import Workspace
+from deepspeed.runtime.zero.diagnose import first_non_finite
+from deepspeed.runtime.zero.gather import ParamPublisher
+from deepspeed.runtime.zero.hooks import BackwardWatch
+from deepspeed.runtime.zero.layout import ShardLayout
+from deepspeed.runtime.zero.norm import BoundaryFacts, boundary_facts, clip_coefficient
+from deepspeed.runtime.zero.placement import Placement
+from deepspeed.runtime.zero.reduce import GradReducer, LocalGrads, ReduceOptions, Reducer
+from deepspeed.runtime.zero.shard_group import BoundFragment, GroupSpec, ShardGroup
+from deepspeed.runtime.zero.stepper import InlineStepper
+from deepspeed.utils.logging import logger
+
+_ALIGN_BYTES = 64  # parameters and pieces start on cache lines, as torch's own allocations do
+_MIN_AUTO_BUCKET = 1 << 20
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """Values that choose among behaviours. ``bucket_numel`` None: a quarter of the model, at least 2**20 elements."""
+
+    bucket_numel: int | None = None
+    overlap: bool = False
+    pre_divide: float = 1.0
+    sum_gradients: bool = False
+    clip: float = 0.0
+    compute_norm: bool = True
+    elementwise: bool = True
+    round_robin: bool = False
+    accumulates: bool = False  # more than one backward per step is expected
+    comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] = field(default=lambda _: None)
+
+
+class ZeroOptimizer(ZeROOptimizer):
+    """See the module docstring. ``base`` must hold the model's parameters in its groups; they are replaced by leaves.
+
+    ``names`` maps ``id(parameter)`` to its name, ``order`` to its registration order. ``scaler`` is a loss scaler or
+    None. Raises ValueError when no parameter in ``base`` is trainable.
+    """
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        *,
+        names: dict[int, str],
+        placement: Placement,
+        precision: PrecisionPolicy,
+        process_group: Any = None,
+        rank: int = 0,
+        world: int = 1,
+        options: ZeroOptions | None = None,
+        scaler: Any = None,
+    ) -> None:
+        super().__init__(base)
+        self.names = names
+        self.placement = placement
+        self.precision = precision
+        self.process_group, self.rank, self.world = process_group, rank, world
+        self.options = options or ZeroOptions()
+        self.loss_scaler = scaler
+        self.clip_grad = self.options.clip
+        self.overflow = False
+        self.norm: float | None = None  # of the last boundary: unscaled, global, before clipping
+        self.clip_coefficient = 1.0
+        self.grad_multiplier = 1.0  # the engine's correction for plain loss.backward() under accumulation
+        self.should_reduce: Callable[[], bool] = lambda: True
+        self.on_raw_begin: Callable[[], None] = lambda: None
+        self.peak_bytes: dict[str, int] = {}
+        self._windows_measured = 0
+        self.frozen: list[tuple[int, nn.Parameter]] = []
+        self._order = {key: position for position, key in enumerate(names)}
+        self.client_groups = [list(group["params"]) for group in base.param_groups]
+        self.groups: list[ShardGroup] = self._build_groups()
+        if not self.groups:
+            raise ValueError(
+                "no trainable parameter: every parameter the optimizer holds has requires_grad=False (or it holds "
+                "none). Unfreeze some, or call deepspeed.initialize without an optimizer."
+            )
+        self._swap_parameters()
+        self._wire()
+
+    # ---- construction ----------------------------------------------------------------------------------------------
+
+    def _build_groups(self) -> list[ShardGroup]:
+        groups = []
+        for index, members in enumerate(self.client_groups):
+            trainable = [param for param in members if param.requires_grad]
+            self.frozen += [(index, param) for param in members if not param.requires_grad]
+            groups += self._groups_for(index, trainable)
+        return groups
+
+    def _groups_for(self, index: int, params: Sequence[nn.Parameter]) -> list[ShardGroup]:
+        runs: dict[tuple[torch.dtype, torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for param in params:
+            runs.setdefault((param.dtype, self._comm_dtype(param), param.device), []).append(param)
+        return [self._group(index, run, comm_dtype) for (_, comm_dtype, _), run in runs.items()]
+
+    def _comm_dtype(self, param: nn.Parameter) -> torch.dtype:
+        wanted = self.options.comm_dtype_of(param) or self.precision.comm
+        if wanted is not None:
+            return wanted
+        # What piles up locally in a wider dtype is sent in that dtype; what is sent at once needs no widening.
+        local = self.options.accumulates and not self.placement.reduces_every_backward
+        return self.precision.accum_dtype(param) if local else param.dtype
+
+    def _group(self, index: int, params: list[nn.Parameter], comm_dtype: torch.dtype) -> ShardGroup:
+        params = sorted(params, key=lambda param: -self._order.get(id(param), 0))  # backward meets the last one first
+        world = self.world if self.placement.state_sharded else 1
+        if self.options.round_robin and world > 1:
+            params = [params[i] for first in range(world) for i in range(first, len(params), world)]
+        named = [self.names.get(id(param), f"group{index}.param{i}") for i, param in enumerate(params)]
+        total = sum(param.numel() for param in params)
+        align = max(1, _ALIGN_BYTES // params[0].element_size())
+        build = ShardLayout.by_element if self.options.elementwise or world == 1 else ShardLayout.by_parameter
+        layout = build(
+            [(name, param.numel()) for name, param in zip(named, params, strict=True)],
+            world,
+            segment_numel=self.options.bucket_numel or max(_MIN_AUTO_BUCKET, -(-total // 4)),
+            param_align=align,
+            piece_align=align,
+        )
+        spec = GroupSpec(
+            group_index=index,
+            names=tuple(named),
+            params=tuple(params),
+            order=tuple(self._order.get(id(param), 0) for param in params),
+            master_dtype=self.precision.master_dtype(params[0]),
+            accum_dtype=self.precision.accum_dtype(params[0]),
+            comm_dtype=comm_dtype,
+            rank=self.rank if world > 1 else 0,
+            world=world,
+        )
+        return ShardGroup(spec, layout)
+
+    def _swap_parameters(self) -> None:
+        """Put the leaves where the model's parameters were, in registration order, and carry existing state over."""
+        leaves: dict[int, list[tuple[int, nn.Parameter]]] = {}
+        for group in self.groups:
+            for bound in group.fragments:
+                leaves.setdefault(group.group_index, []).append((group.order[bound.position], bound.leaf))
+        for index, base_group in enumerate(self.optimizer.param_groups):
+            ordered = sorted(leaves.get(index, []), key=lambda item: item[0])
+            base_group["params"] = [leaf for _, leaf in ordered]
+        for group in self.groups:
+            for bound in group.fragments:
+                if bound.param is not bound.leaf and bound.param in self.optimizer.state:
+                    self._carry_state(bound)
+        held = {id(leaf) for base_group in self.optimizer.param_groups for leaf in base_group["params"]}
+        for param in [param for param in self.optimizer.state if id(param) not in held]:
+            del self.optimizer.state[param]
+        own = weakref.ref(self)
+        for group in self.groups:
+            for param in group.params:
+                param._ds_zero_owner = own  # type: ignore[attr-defined]
+
+    def _carry_state(self, bound: BoundFragment) -> None:
+        fragment, carried = bound.fragment, {}
+        for key, value in self.optimizer.state[bound.param].items():
+            if isinstance(value, torch.Tensor) and value.shape == bound.param.shape and value.dim():
+                piece = value.reshape(-1).narrow(0, fragment.param_start, fragment.numel)
+                carried[key] = piece.clone().view(bound.leaf.shape)
+            else:
+                carried[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        self.optimizer.state[bound.leaf] = carried
+
+    def _wire(self) -> None:
+        device = self.groups[0].device
+        nbytes = max(
+            (bucket_numel * group.comm_dtype.itemsize
+             for group in self.groups
+             for bucket_numel in [group.layout.max_segment_numel]),
+            default=0,
+        )  # fmt: skip
+        self.workspace = Workspace(nbytes, 2 if self.options.overlap and self.world > 1 else 1, device)
+        self.reducer: Reducer
+        if self.world > 1:
+            self.reducer = GradReducer(
+                self.groups, self.process_group, self.world, self.workspace,
+                ReduceOptions(
+                    overlap=self.options.overlap,
+                    every_backward=self.placement.reduces_every_backward,
+                    pre_divide=self.options.pre_divide,
+                ),
+            )  # fmt: skip
+        else:
+            self.reducer = LocalGrads(self.groups)
+        self.publisher = ParamPublisher(self.process_group, overlap=self.options.overlap)
+        self.stepper = InlineStepper(
+            self.groups, self.optimizer, self.workspace, self.publisher, split=self.options.elementwise
+        )
+        self.watch = BackwardWatch(
+            self.reducer,
+            should_reduce=lambda: self.should_reduce(),
+            on_raw_begin=lambda: self.on_raw_begin(),
+            hook_parameters=self.world > 1 or any(group.accum_dtype != group.dtype for group in self.groups),
+        )
+
+    def adopt_unfrozen(self) -> list[str]:
+        """Take up parameters of the optimizer's groups that have become trainable; call between windows only.
+
+        Returns their names. Their state starts fresh; everything else keeps its state.
+        """
+        ready = [(index, param) for index, param in self.frozen if param.requires_grad]
+        if not ready:
+            return []
+        self.frozen = [(index, param) for index, param in self.frozen if not param.requires_grad]
+        fresh: list[ShardGroup] = []
+        for index in sorted({index for index, _ in ready}):
+            fresh += self._groups_for(index, [param for i, param in ready if i == index])
+        self.watch.remove()
+        self.groups += fresh
+        self._swap_parameters()
+        self._wire()
+        return [self.names.get(id(param), "?") for _, param in ready]
+
+    # ---- backward --------------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.loss_scaler.loss_scale) if self.loss_scaler is not None else 1.0
+
+    cur_scale = loss_scale
+
+    def scale_if_loss(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` times the loss scale (fp32 product, as a half loss would overflow)."""
+        return value.float() * self.loss_scale if self.needs_scaler() else value
+
+    def needs_scaler(self) -> bool:
+        return self.loss_scaler is not None and self.precision.fp16_scaling
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Backward of ``loss`` (already divided for accumulation); gradients go where the placement says."""
+        self.watch.begin_managed()
+        try:
+            self.scale_if_loss(loss).backward(retain_graph=retain_graph)
+            self._measure()
+        except BaseException:
+            self.watch.abort()
+            raise
+        self.watch.end_managed()
+
+    def rescale_grads(self, factor: float) -> None:
+        """Multiply everything the window holds by ``factor``."""
+        self.reducer.wait()
+        with torch.no_grad():
+            for group in self.groups:
+                if group.grad is not None:
+                    group.grad.mul_(factor)
+                held = [param.grad for param in group.params if param.grad is not None]
+                held += [buffer for buffer in group.accum if buffer is not None]
+                if held:
+                    torch._foreach_mul_(held, factor)
+
+    # ---- boundary --------------------------------------------------------------------------------------------------
+
+    def reduce_now(self) -> None:
+        """Finish this window's reductions so that gradients can be read or changed before ``step``. Collective."""
+        self.reducer.finish()
+
+    def unscale(self) -> float:
+        """Factor from the gradients as held to the true ones (loss scale, accumulation, mean or sum)."""
+        multiplier = self.grad_multiplier * (self.world if self.options.sum_gradients else 1.0)
+        return multiplier / (self.loss_scale if self.needs_scaler() else 1.0)
+
+    def expect_gradient(self, param: nn.Parameter) -> None:
+        """Someone is about to write ``param``'s gradient: make room and count it as touched on this rank."""
+        group, position = self.find(param)
+        if group.sharded:
+            group.grad_shard()
+        elif group.grad_of(group.fragments[self._fragment_index(group, position)]) is None:
+            param.grad = torch.zeros_like(param)
+        self.reducer.touched[self.groups.index(group)][position] = 1
+
+    def _fragment_index(self, group: ShardGroup, position: int) -> int:
+        return next(i for i, bound in enumerate(group.fragments) if bound.position == position)
+
+    def _facts(self) -> BoundaryFacts:
+        want = self.options.compute_norm or self.clip_grad > 0 or self.precision.check_overflow
+        facts = boundary_facts(self.reducer, want_norm=want)
+        if facts.left_overs:
+            self.reducer.send_all()
+            facts = boundary_facts(self.reducer, want_norm=want)
+        return facts
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update from the gradients of this window. Sets ``norm``, ``overflow`` and ``clip_coefficient``.
+
+        On overflow (inf or nan anywhere, when the precision checks for it) nothing is updated and the loss scale is
+        lowered. Raises ValueError for a closure: the gradients of a window cannot be recomputed here.
+        """
+        if closure is not None:
+            raise ValueError("optimizer.step(closure) is not supported: run forward and backward before step()")
+        self.reducer.finish()
+        facts = self._facts()
+        unscale = self.unscale()
+        self.norm = facts.norm * unscale
+        self.overflow = self.precision.check_overflow and facts.overflow
+        if self.overflow:
+            self._report_overflow(facts)
+        else:
+            self.clip_coefficient = clip_coefficient(self.norm, self.clip_grad)
+            self.stepper.update(facts, unscale * self.clip_coefficient)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update_scale(self.overflow)
+        self.clear_window()
+        self._measure()
+        self._windows_measured += 1
+
+    def _report_overflow(self, facts: BoundaryFacts) -> None:
+        where = first_non_finite(self.groups)
+        found = f"first seen here in {where}" if where else "seen on another rank"
+        scale = f" at loss scale {self.loss_scale:g}" if self.needs_scaler() else ""
+        if where or self.rank == 0:
+            logger.info(f"gradient overflow{scale}: step skipped, {found}")
+
+    def clear_window(self) -> None:
+        """Forget gradients and start a new window (after a step, a skipped step, or ``zero_grad``)."""
+        self.reducer.reset()
+        self.watch.new_window()
+        for group in self.groups:
+            group.drop_grads()
+        self.grad_multiplier = 1.0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of the window, those already reduced into shards included."""
+        self.clear_window()
+
+    # ---- looking at parameters -------------------------------------------------------------------------------------
+
+    def find(self, param: nn.Parameter) -> tuple[ShardGroup, int]:
+        """``(group, position)`` of ``param``. Raises KeyError naming it when this optimizer does not hold it."""
+        for group in self.groups:
+            for position, held in enumerate(group.params):
+                if held is param:
+                    return group, position
+        raise KeyError(f"parameter {self.names.get(id(param), '?')!r} is not held by this optimizer (frozen or foreign)")
+
+    def bound_to(self, param: nn.Parameter) -> list[BoundFragment]:
+        """This rank's fragments of ``param`` (empty when other ranks own all of it)."""
+        group, position = self.find(param)
+        return [bound for bound in group.fragments if bound.position == position]
+
+    def refresh_fp32_params(self) -> None:
+        """Masters take the model's current weights (after weights were written behind the optimizer's back)."""
+        for group in self.groups:
+            group.edited()
+            group.pull_masters()
+
+    def publish_masters(self) -> None:
+        """The model takes the masters' values, on every rank (after masters were written). Collective."""
+        for group in self.groups:
+            if not group.sharded:
+                group.push_masters()
+                continue
+            for segment in group.layout.segments:
+                if group.master is not None:
+                    piece = group.master.narrow(0, segment.shard_start, segment.piece_numel)
+                    group.model_piece(segment).copy_(piece)
+                self.publisher.publish(group, segment)
+        self.publisher.wait()
+
+    # ---- accounting ------------------------------------------------------------------------------------------------
+
+    def model_state_bytes(self) -> dict[str, int]:
+        """Bytes this rank holds now by kind: parameter, gradient, master, optimizer, workspace. Storages count once."""
+        seen: set[tuple[torch.device, int]] = set()
+        totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0}
+
+        def add(kind: str, tensor: torch.Tensor) -> None:
+            storage = tensor.untyped_storage()
+            key = (tensor.device, storage.data_ptr())
+            if storage.nbytes() and key not in seen:
+                seen.add(key)
+                totals[kind] += storage.nbytes()
+
+        for group in self.groups:
+            for kind, tensor in group.storages():
+                add(kind, tensor)
+        for _, param in self.frozen:
+            add("parameter", param)
+        for state in list(self.optimizer.state.values()):
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    add("optimizer", value)
+        totals["workspace"] = self.workspace.nbytes
+        return totals
+
+    def expected_state_bytes(self) -> dict[str, int]:
+        """The stage's formula for this model: see docs/zero.md. Same kinds as :meth:`model_state_bytes`."""
+        width = self._state_width()
+        totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0}
+        for group in self.groups:
+            numel = group.layout.param_numel
+            share = group.world
+            piled = group.accum_dtype.itemsize if self.options.accumulates else group.dtype.itemsize
+            totals["parameter"] += numel * group.dtype.itemsize
+            if self.placement.reduces_every_backward:
+                totals["gradient"] += numel * group.accum_dtype.itemsize // share
+            else:
+                totals["gradient"] += numel * piled
+            if not group.aliased:
+                totals["master"] += numel * group.master_dtype.itemsize // share
+            totals["optimizer"] += int(width * numel * group.master_dtype.itemsize) // share
+        totals["parameter"] += sum(param.numel() * param.element_size() for _, param in self.frozen)
+        return totals
+
+    def _state_width(self) -> float:
+        """State elements per parameter element: measured once there is state, else by the optimizer's kind."""
+        held = elements = 0
+        for group in self.groups:
+            for bound in group.fragments:
+                state = self.optimizer.state.get(bound.leaf)
+                if state and bound.leaf.numel() > 1:
+                    elements += bound.leaf.numel()
+                    held += sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+        if elements:
+            return held / elements
+        name = type(self.optimizer).__name__.lower()
+        if "sgd" in name:
+            return 1.0 if any(group.get("momentum") for group in self.optimizer.param_groups) else 0.0
+        return 1.0 if any(kind in name for kind in ("lion", "adagrad", "muon")) else 2.0
+
+    def _measure(self) -> None:
+        """Keep the largest bytes seen at the ends of backward and step, over the first windows only (it walks)."""
+        if self._windows_measured >= 2:
+            return
+        for kind, nbytes in self.model_state_bytes().items():
+            self.peak_bytes[kind] = max(self.peak_bytes.get(kind, 0), nbytes)
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Remove hooks, give parameters their own storage, drop every tensor."""
+        self.watch.remove()
+        for group in self.groups:
+            for param in group.params:
+                if hasattr(param, "_ds_zero_owner"):
+                    del param._ds_zero_owner
+            group.release()
+        for base_group, members in zip(self.optimizer.param_groups, self.client_groups, strict=False):
+            base_group["params"] = members
+        self.optimizer.state.clear()
+        self.groups = []
+        self.reducer = LocalGrads([])
+        self.should_reduce, self.on_raw_begin = (lambda: True), (lambda: None)
+
+    def named_low_precision(self) -> Iterable[str]:
+        """Names of parameters held in fp16 or bf16."""
+        for group in self.groups:
+            if group.dtype in LOW_PRECISION:
+                yield from group.names
+

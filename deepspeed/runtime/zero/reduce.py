@@ -1,0 +1,298 @@
+"""When a gradient bucket goes over the wire, in which order, and where its result lands.
+
+The reducer sees "this parameter's gradient is ready" events and ends of backward. It decides whether a backward
+reduces at all (sharded gradients: every backward; replicated ones: the boundary only), launches buckets in one fixed
+order on every rank, and lands results in the gradient shard (sharded state) or back in ``param.grad`` (replicated).
+
+Invariants:
+- Every rank launches the same buckets in the same order, whatever its model did: a parameter without gradient sends
+  zeros. The order is the launch index, never the order of readiness.
+- A result is the mean over ranks, added to what the window already holds, so several backward passes per step,
+  re-entrant checkpointing and late gradients sum up correctly.
+- Gradients of a parameter are freed as soon as its last bucket has been filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.runtime.zero.bucket import Bucket, Workspace
+from deepspeed.runtime.zero.shard_group import ShardGroup
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """``overlap``: start a bucket's collective during backward and keep two in flight. ``every_backward``: gradients
+    are sharded. ``pre_divide``: divide by this before the sum and by ``world / pre_divide`` after it."""
+
+    overlap: bool = False
+    every_backward: bool = False
+    pre_divide: float = 1.0
+
+
+class Reducer(Protocol):
+    """What hooks, stepper and optimizer may ask; :class:`GradReducer` for several ranks, :class:`LocalGrads` for one."""
+
+    groups: list[ShardGroup]
+    process_group: Any
+    world: int
+    touched: list[bytearray]
+    active: bool
+    held_back: bool
+    launched: int
+
+    def begin_backward(self, *, reduce: bool) -> None: ...
+    def grad_ready(self, group_number: int, position: int) -> None: ...
+    def end_backward(self) -> None: ...
+    def finish(self) -> None: ...
+    def send_all(self) -> None: ...
+    def left_overs(self) -> int: ...
+    def wait(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+class LocalGrads:
+    """The reducer of one rank: gradients stay where autograd puts them, nothing is hooked, copied or sent.
+
+    Hooks are needed only where gradients accumulate in another dtype than the parameter's.
+    """
+
+    def __init__(self, groups: Sequence[ShardGroup]) -> None:
+        self.groups = list(groups)
+        self.process_group: Any = None
+        self.world = 1
+        self.touched = [bytearray(len(group.params)) for group in self.groups]
+        self.active = self.held_back = False
+        self.launched = 0
+
+    def begin_backward(self, *, reduce: bool) -> None:
+        self.active = True
+
+    def grad_ready(self, group_number: int, position: int) -> None:
+        group = self.groups[group_number]
+        if group.accum_dtype != group.dtype:
+            accumulate_locally(group, position)
+
+    def end_backward(self) -> None:
+        self.active = False
+
+    def finish(self) -> None:
+        for number, group in enumerate(self.groups):
+            self.touched[number] = bytearray(
+                param.grad is not None or held is not None
+                for param, held in zip(group.params, group.accum, strict=True)
+            )
+
+    def send_all(self) -> None:
+        return None
+
+    def left_overs(self) -> int:
+        return 0
+
+    def wait(self) -> None:
+        return None
+
+    def reset(self) -> None:
+        self.active = False
+
+
+class GradReducer:
+    """Reduces the gradients of all ``groups`` over ``process_group`` of ``world`` ranks."""
+
+    def __init__(
+        self, groups: Sequence[ShardGroup], process_group: Any, world: int, workspace: Workspace, options: ReduceOptions
+    ) -> None:
+        self.groups = list(groups)
+        self.process_group = process_group
+        self.world = world
+        self.workspace = workspace
+        self.options = options
+        self.buckets = self._ordered_buckets()
+        self.touched = [bytearray(len(group.params)) for group in self.groups]  # in this window, on this rank
+        self._buckets_of = self._index_buckets()
+        self._ready = [bytearray(len(group.params)) for group in self.groups]  # in this backward
+        self._unsent = [[0] * len(group.params) for group in self.groups]  # buckets of the parameter still to fill
+        self._next = 0
+        self._in_flight: list[tuple[Bucket, torch.Tensor, Any] | None] = [None] * workspace.count
+        self.active = False  # the current backward reduces
+        self.held_back = False  # gradients have accumulated locally since the last launch
+        self.launched = 0  # collectives in this window
+        # Parameters without gradient in the last backward are not waited for: one unused layer must not hold up every
+        # bucket behind it. Only the moment of a launch depends on this, never the order.
+        self._expected: list[bytes] = [b"\1" * len(group.params) for group in self.groups]
+
+    def _ordered_buckets(self) -> list[Bucket]:
+        buckets = [Bucket(group, segment) for group in self.groups for segment in group.layout.segments]
+        buckets.sort(key=lambda bucket: -bucket.ready_key)
+        for index, bucket in enumerate(buckets):
+            bucket.index = index
+        return buckets
+
+    def _index_buckets(self) -> list[list[list[Bucket]]]:
+        where: dict[int, int] = {id(group): i for i, group in enumerate(self.groups)}
+        table: list[list[list[Bucket]]] = [[[] for _ in group.params] for group in self.groups]
+        for bucket in self.buckets:
+            for position in bucket.positions:
+                table[where[id(bucket.group)]][position].append(bucket)
+        self._where = where
+        return table
+
+    # ---- one backward ----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, reduce: bool) -> None:
+        """Arm for one backward; ``reduce`` False lets gradients pile up locally (no_sync, inside a window)."""
+        self.active = reduce
+        if not reduce:
+            return
+        self._next = 0
+        for i, group in enumerate(self.groups):
+            self._ready[i] = bytearray(len(group.params))
+            self._unsent[i] = [len(buckets) for buckets in self._buckets_of[i]]
+        for bucket in self.buckets:
+            bucket.arm(self._expected[self._where[id(bucket.group)]])
+
+    def grad_ready(self, group_number: int, position: int) -> None:
+        """Autograd has finished this parameter's gradient (called from its post-accumulate hook)."""
+        self.touched[group_number][position] = 1
+        group = self.groups[group_number]
+        if not self.active:
+            self.held_back = True
+            if group.accum_dtype != group.dtype:
+                accumulate_locally(group, position)
+            return
+        if group.accum[position] is not None:
+            accumulate_locally(group, position)
+        ready = self._ready[group_number]
+        if ready[position]:
+            return  # again in the same backward (re-entrant checkpointing): it accumulates, end_backward sends it
+        ready[position] = 1
+        if self._expected[group_number][position]:
+            for bucket in self._buckets_of[group_number][position]:
+                bucket.missing -= 1
+        if self.options.overlap or self.options.every_backward:
+            while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
+                self._launch(self.buckets[self._next])
+                self._next += 1
+
+    def end_backward(self) -> None:
+        """Send what this backward has not sent yet. Gradients that came after their bucket go in a second round."""
+        if not self.active:
+            return
+        while self._next < len(self.buckets):
+            self._launch(self.buckets[self._next])
+            self._next += 1
+        self.active = self.held_back = False
+        self._expected = [bytes(ready) for ready in self._ready]
+
+    def finish(self) -> None:
+        """Every gradient of the window is sent and landed when this returns (the boundary calls it).
+
+        Only :meth:`left_overs` can remain; whether any rank has some is for all ranks to agree on first.
+        """
+        if self.active:
+            self.end_backward()
+        if self.held_back or not self.launched:
+            self.send_all()
+        self.wait()
+
+    def send_all(self) -> None:
+        """One round over every bucket outside a backward."""
+        self.begin_backward(reduce=True)
+        self.end_backward()
+        self.wait()
+
+    def left_overs(self) -> int:
+        """Parameters whose gradient came after their bucket had gone (shared use across re-entrant backwards)."""
+        return sum(
+            param.grad is not None or held is not None
+            for group in self.groups
+            if group.sharded
+            for param, held in zip(group.params, group.accum, strict=True)
+        )
+
+    def wait(self) -> None:
+        """Land everything in flight."""
+        for index in range(len(self._in_flight)):
+            self._land(index)
+
+    def reset(self) -> None:
+        """Start a new window."""
+        self.wait()
+        for i, group in enumerate(self.groups):
+            self.touched[i] = bytearray(len(group.params))
+        for bucket in self.buckets:
+            bucket.reduced = False
+        self.active = self.held_back = False
+        self.launched = self._next = 0
+
+    # ---- one bucket ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _launch(self, bucket: Bucket) -> None:
+        index = self.launched % self.workspace.count
+        self._land(index)
+        buffer = self.workspace.take(index, bucket.segment.numel, bucket.dtype)
+        bucket.fill(buffer)
+        self.launched += 1
+        group = bucket.group
+        if self.options.pre_divide != 1.0:
+            buffer.mul_(1.0 / self.options.pre_divide)
+        if not group.sharded:
+            pending = collectives.all_reduce(
+                buffer, self.process_group, op="avg", deterministic=True,
+                what=bucket.describe, async_op=self.options.overlap,
+            )  # fmt: skip
+            self._in_flight[index] = (bucket, buffer, pending)
+        else:
+            self._free_sent(bucket)
+            segment, scale = bucket.segment, self.options.pre_divide / self.world
+            pending = collectives.reduce_scatter(
+                group.grad_shard().narrow(0, segment.shard_start, segment.piece_numel),
+                buffer, self.process_group, average=False, scale=scale, accumulate=bucket.reduced,
+                what=bucket.describe, async_op=self.options.overlap,
+            )  # fmt: skip
+            self._in_flight[index] = (bucket, buffer, pending)
+        bucket.reduced = True
+        if not self.options.overlap:
+            self._land(index)
+
+    def _land(self, index: int) -> None:
+        entry = self._in_flight[index]
+        if entry is None:
+            return
+        self._in_flight[index] = None
+        bucket, buffer, pending = entry
+        pending.wait()
+        if not bucket.group.sharded:
+            with torch.no_grad():
+                if self.options.pre_divide != 1.0:
+                    buffer.mul_(self.options.pre_divide)
+                bucket.write_back(buffer)
+
+    def _free_sent(self, bucket: Bucket) -> None:
+        number = self._where[id(bucket.group)]
+        unsent, group = self._unsent[number], bucket.group
+        for position in bucket.positions:
+            unsent[position] -= 1
+            if unsent[position] <= 0:
+                group.params[position].grad = None
+                group.accum[position] = None
+
+
+@torch.no_grad()
+def accumulate_locally(group: ShardGroup, position: int) -> None:
+    """Move a local gradient into its accumulation buffer (used when that has another dtype than the parameter)."""
+    param = group.params[position]
+    if param.grad is None:
+        return
+    held = group.accum[position]
+    if held is None:
+        group.accum[position] = param.grad.to(group.accum_dtype)
+    else:
+        held.add_(param.grad)
+    param.grad = None

@@ -1,0 +1,201 @@
+"""The tensors of one run of parameters: model views, gradient shard, master shard, and their fragments.
+
+A :class:`ShardGroup` holds the parameters of one optimizer group that share a dtype and a communication dtype. When
+its state is sharded it owns the flat parameter buffer (parameters become views of it, so the all-gather after a step
+needs no copy), the gradient shard and, for low-precision parameters, the master shard. When it is replicated it owns
+at most the masters.
+
+[Note: aliased masters] A parameter whose dtype already is the master dtype is its own master: the optimizer updates
+the rank's piece of the flat buffer in place. That saves 4 bytes a parameter and makes user edits of weights take
+effect by themselves.
+
+[Note: one leaf per fragment] The base optimizer sees one leaf tensor per fragment, in the parameter's shape when the
+rank owns it whole. So torch's own rules hold: a parameter without gradient is skipped (no weight decay, no moment
+decay), step counts are per parameter, and any optimizer works on whole tensors where the layout keeps them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.zero.layout import Fragment, Segment, ShardLayout
+
+
+@dataclass(slots=True, eq=False)
+class BoundFragment:
+    """A fragment with the tensors behind it. ``leaf`` is what the base optimizer updates."""
+
+    param: nn.Parameter
+    position: int  # of the parameter in ShardGroup.params
+    fragment: Fragment
+    leaf: nn.Parameter
+    model: torch.Tensor  # same elements in the parameter's dtype (shape of leaf); leaf itself when aliased
+
+    @property
+    def aliased(self) -> bool:
+        return self.model.data_ptr() == self.leaf.data_ptr() and self.model.dtype == self.leaf.dtype
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group is made of: its optimizer group, parameters in run order, dtypes, and who shares it."""
+
+    group_index: int
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    order: tuple[int, ...]  # registration order of each parameter, for the order of buckets
+    master_dtype: torch.dtype
+    accum_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    rank: int
+    world: int  # ranks the state is sharded over; 1 = replicated
+
+
+class ShardGroup:
+    """See the module docstring. ``layout`` cuts the run over ``spec.world`` ranks."""
+
+    def __init__(self, spec: GroupSpec, layout: ShardLayout) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.group_index = spec.group_index
+        by_name = dict(zip(spec.names, range(len(spec.names)), strict=True))
+        picked = [by_name[slot.name] for slot in layout.slots]
+        # Slot order and parameter order are one from here on (by_parameter layouts permute the run).
+        self.names = [spec.names[i] for i in picked]
+        self.params = [spec.params[i] for i in picked]
+        self.order = [spec.order[i] for i in picked]
+        self.shapes = [param.shape for param in self.params]
+        self.dtype = self.params[0].dtype
+        self.device = self.params[0].device
+        self.rank, self.world = spec.rank, spec.world
+        self.sharded = spec.world > 1
+        self.master_dtype, self.accum_dtype, self.comm_dtype = spec.master_dtype, spec.accum_dtype, spec.comm_dtype
+        self.aliased = self.master_dtype == self.dtype
+        self.flat: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None  # 1D shard in accum dtype, allocated at the first reduction
+        self.master: torch.Tensor | None = None  # 1D shard; None when aliased
+        self.accum: list[torch.Tensor | None] = [None] * len(self.params)
+        if self.sharded:
+            self._flatten()
+        self.fragments = [self._bind(fragment) for fragment in layout.fragments(self.rank if self.sharded else 0)]
+        self.versions = [param._version for param in self.params]
+
+    # ---- construction ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _flatten(self) -> None:
+        flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            view = flat[slot.start : slot.end].view(param.shape)
+            view.copy_(param)
+            param.data = view
+        self.flat = flat
+
+    @torch.no_grad()
+    def _bind(self, fragment: Fragment) -> BoundFragment:
+        param = self.params[fragment.index]
+        whole = fragment.numel == param.numel()
+        if not self.sharded and self.aliased:
+            return BoundFragment(param, fragment.index, fragment, param, param)
+        model = param.detach() if whole else param.detach().view(-1).narrow(0, fragment.param_start, fragment.numel)
+        if self.aliased:
+            return BoundFragment(param, fragment.index, fragment, nn.Parameter(model, requires_grad=True), model)
+        if self.master is None:
+            self.master = torch.zeros(self.layout.shard_numel, dtype=self.master_dtype, device=self.device)
+        held = self.master.narrow(0, fragment.shard_start, fragment.numel)
+        if whole:
+            held = held.view(param.shape)
+        held.copy_(model)
+        return BoundFragment(param, fragment.index, fragment, nn.Parameter(held, requires_grad=True), model)
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def model_piece(self, segment: Segment) -> torch.Tensor:
+        """This rank's piece of ``segment`` in the flat parameter buffer.  # 1D, piece_numel"""
+        assert self.flat is not None, "a replicated group has no flat buffer"
+        return self.flat.narrow(0, segment.start + self.rank * segment.piece_numel, segment.piece_numel)
+
+    def model_segment(self, segment: Segment) -> torch.Tensor:
+        assert self.flat is not None, "a replicated group has no flat buffer"
+        return self.flat.narrow(0, segment.start, segment.numel)
+
+    def grad_shard(self) -> torch.Tensor:
+        """The gradient shard, created on first use.  # 1D, shard_numel, accum dtype"""
+        if self.grad is None:
+            self.grad = torch.zeros(self.layout.shard_numel, dtype=self.accum_dtype, device=self.device)
+        return self.grad
+
+    def grad_of(self, bound: BoundFragment) -> torch.Tensor | None:
+        """The gradient elements of ``bound`` where they are now, in the leaf's shape; None when there are none."""
+        if self.sharded:
+            if self.grad is None:
+                return None
+            return self.grad.narrow(0, bound.fragment.shard_start, bound.fragment.numel).view(bound.leaf.shape)
+        held = self.accum[bound.position]
+        return held if held is not None else bound.param.grad
+
+    # ---- master <-> model ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def push_masters(self, fragments: Sequence[BoundFragment] | None = None) -> None:
+        """Cast masters into the model's own elements (nothing to do when aliased)."""
+        if self.aliased or not self.fragments:
+            return
+        chosen = self.fragments if fragments is None else fragments
+        torch._foreach_copy_([bound.model for bound in chosen], [bound.leaf.detach() for bound in chosen])
+
+    @torch.no_grad()
+    def pull_masters(self, positions: set[int] | None = None) -> None:
+        """Refresh masters from the model's elements: all of them or those of the parameters at ``positions``."""
+        if self.aliased:
+            return
+        for bound in self.fragments:
+            if positions is None or bound.position in positions:
+                bound.leaf.detach().copy_(bound.model)
+
+    def edited(self) -> set[int]:
+        """Positions of parameters the user wrote to in place since the last look (by autograd's version counter)."""
+        changed = {i for i, param in enumerate(self.params) if param._version != self.versions[i]}
+        for i in changed:
+            self.versions[i] = self.params[i]._version
+        return changed
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def drop_grads(self) -> None:
+        """Forget every gradient: on the parameters, in the accumulation buffers and in the shard."""
+        for param in self.params:
+            param.grad = None
+        self.accum = [None] * len(self.params)
+        for bound in self.fragments:
+            bound.leaf.grad = None
+
+    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(kind, tensor)`` of everything this group keeps alive; kinds: parameter, gradient, master."""
+        if self.flat is not None:
+            yield "parameter", self.flat
+        else:
+            yield from (("parameter", param) for param in self.params)
+        if self.master is not None:
+            yield "master", self.master
+        if self.grad is not None:
+            yield "gradient", self.grad
+        for param, held in zip(self.params, self.accum, strict=True):
+            if held is not None:
+                yield "gradient", held
+            if param.grad is not None:
+                yield "gradient", param.grad
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give every parameter its own storage again and drop all flat tensors."""
+        self.drop_grads()
+        if self.flat is not None:
+            for param in self.params:
+                param.data = param.data.clone()
+        self.flat = self.grad = self.master = None
+        self.fragments = []

@@ -1,0 +1,193 @@
+"""The boundary: from accumulated gradients to updated parameters on every rank.
+
+    finish reductions -> agree and take the norm -> overflow? -> unscale and clip -> update -> cast -> publish
+
+The update runs over *units*: fragments whose gradients, cast to the master dtype, fit the workspace. So a bf16 or
+fp16 model never holds a full fp32 copy of its gradients. Where gradients already have the master's dtype there is one
+unit and no copy.
+
+The executor here is inline: one unit after the other on the calling thread. Pipelined (NVMe) and asynchronous ones
+belong beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.runtime.zero.bucket import Workspace
+from deepspeed.runtime.zero.gather import ParamPublisher
+from deepspeed.runtime.zero.layout import Segment
+from deepspeed.runtime.zero.norm import BoundaryFacts
+from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Fragments of one group updated by one call of the base optimizer, and the segments they complete."""
+
+    group: ShardGroup
+    number: int  # of the group
+    fragments: list[BoundFragment]
+    segments: list[Segment]
+    shard_start: int
+    numel: int
+
+
+class InlineStepper:
+    """Updates ``groups`` with ``base`` (a torch optimizer whose parameters are the groups' leaves)."""
+
+    def __init__(
+        self,
+        groups: Sequence[ShardGroup],
+        base: torch.optim.Optimizer,
+        workspace: Workspace,
+        publisher: ParamPublisher,
+        *,
+        split: bool,
+    ) -> None:
+        self.groups = list(groups)
+        self.base = base
+        self.workspace = workspace
+        self.publisher = publisher
+        # ``split``: the base optimizer may be called once per unit (its update of one leaf does not look at others).
+        self.split = split
+        self.units = [unit for number, group in enumerate(self.groups) for unit in self._units(number, group)]
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def _units(self, number: int, group: ShardGroup) -> list[Unit]:
+        if not self.split or group.accum_dtype == group.master_dtype == group.dtype:
+            limit = None
+        else:
+            limit = self.workspace.capacity(group.master_dtype)
+        if group.sharded:
+            return _units_by_segment(number, group, limit)
+        return _units_by_parameter(number, group, limit)
+
+    # ---- update ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, facts: BoundaryFacts, scale: float) -> None:
+        """One optimizer step. Gradients are multiplied by ``scale`` (unscale, clip, op) on the way."""
+        for group in self.groups:
+            positions = group.edited()
+            if positions:
+                group.pull_masters(positions)
+        pending: list[Unit] = []
+        for unit in self.units:
+            if self._hand_over(unit, facts, scale):
+                pending.append(unit)  # gradients used where they lie: all such units share one call
+            else:
+                self._apply([unit])
+        self._apply(pending)
+        self.publisher.wait()
+
+    def _apply(self, units: Sequence[Unit]) -> None:
+        if not units:
+            return
+        self.base.step()
+        for unit in units:
+            for bound in unit.fragments:
+                if bound.leaf is not bound.param:
+                    bound.leaf.grad = None
+            group = unit.group
+            if not group.sharded:
+                group.push_masters(unit.fragments)
+                continue
+            for segment in unit.segments:
+                if not group.aliased:
+                    assert group.master is not None
+                    piece = group.master.narrow(0, segment.shard_start, segment.piece_numel)
+                    group.model_piece(segment).copy_(piece)
+                self.publisher.publish(group, segment)
+
+    def _hand_over(self, unit: Unit, facts: BoundaryFacts, scale: float) -> bool:
+        """Give every touched leaf its scaled gradient. True when the gradients stayed where they are."""
+        group, touched = unit.group, facts.touched[unit.number]
+        if group.sharded:
+            return self._hand_over_shard(unit, touched, scale)
+        live = [(bound, group.grad_of(bound)) for bound in unit.fragments if touched[bound.position]]
+        for bound in unit.fragments:
+            if not touched[bound.position]:
+                bound.leaf.grad = None
+        grads = [grad for _, grad in live if grad is not None]
+        if not grads:
+            return True
+        if grads[0].dtype == group.master_dtype:
+            if scale != 1.0:
+                torch._foreach_mul_(grads, scale)
+            for bound, grad in live:
+                if bound.leaf is not bound.param:
+                    bound.leaf.grad = grad
+            return True
+        space, offset = self._scratch(sum(grad.numel() for grad in grads), group), 0
+        views = []
+        for bound, grad in live:
+            if grad is None:
+                continue
+            view = space.narrow(0, offset, grad.numel()).view(bound.leaf.shape)
+            offset += grad.numel()
+            views.append(view)
+        torch._foreach_copy_(views, grads)
+        space.narrow(0, 0, offset).mul_(scale)
+        for (bound, _), view in zip([pair for pair in live if pair[1] is not None], views, strict=True):
+            bound.leaf.grad = view
+        return False
+
+    def _hand_over_shard(self, unit: Unit, touched: bytes, scale: float) -> bool:
+        group = unit.group
+        if not unit.numel:
+            return True
+        shard = group.grad_shard().narrow(0, unit.shard_start, unit.numel)
+        in_place = shard.dtype == group.master_dtype
+        if in_place:
+            grads = shard if scale == 1.0 else shard.mul_(scale)
+        else:
+            grads = self._scratch(unit.numel, group).copy_(shard)
+            if scale != 1.0:
+                grads.mul_(scale)
+        for bound in unit.fragments:
+            if touched[bound.position]:
+                start = bound.fragment.shard_start - unit.shard_start
+                bound.leaf.grad = grads.narrow(0, start, bound.fragment.numel).view(bound.leaf.shape)
+            else:
+                bound.leaf.grad = None
+        return in_place
+
+    def _scratch(self, numel: int, group: ShardGroup) -> torch.Tensor:
+        if numel <= self.workspace.capacity(group.master_dtype):
+            return self.workspace.whole(numel, group.master_dtype)
+        return torch.empty(numel, dtype=group.master_dtype, device=group.device)
+
+
+def _units_by_segment(number: int, group: ShardGroup, limit: int | None) -> list[Unit]:
+    units: list[Unit] = []
+    for segment in group.layout.segments:
+        last = units[-1] if units else None
+        if last is None or (limit is not None and last.numel + segment.piece_numel > limit):
+            units.append(Unit(group, number, [], [segment], segment.shard_start, segment.piece_numel))
+        else:
+            last.segments.append(segment)
+            last.numel += segment.piece_numel
+    ends = [unit.shard_start + unit.numel for unit in units]
+    current = 0
+    for bound in group.fragments:
+        start = bound.fragment.shard_start if bound.fragment.numel else 0
+        while current < len(units) - 1 and start >= ends[current]:
+            current += 1
+        (units[current] if bound.fragment.numel else units[0]).fragments.append(bound)
+    return units
+
+
+def _units_by_parameter(number: int, group: ShardGroup, limit: int | None) -> list[Unit]:
+    units: list[Unit] = []
+    for bound in group.fragments:
+        numel = bound.fragment.numel
+        if not units or (limit is not None and units[-1].numel + numel > limit):
+            units.append(Unit(group, number, [], [], 0, 0))
+        units[-1].fragments.append(bound)
+        units[-1].numel += numel
+    return units
