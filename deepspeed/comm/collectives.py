@@ -41,7 +41,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.group_facts import Group, GroupFacts, facts_of
 from deepspeed.comm.landing import LandShard, LocalSum, Scale
-from deepspeed.comm.pending import DONE, Pending, What
+from deepspeed.comm.pending import DONE, Pending, WaitMode, What
 from deepspeed.comm.rank_sum import sum_in_rank_order
 
 __all__ = [
@@ -74,10 +74,11 @@ def _start(
     facts: GroupFacts,
     name: str,
     what: What,
-    nbytes: int,
+    tensor: torch.Tensor,
     async_op: bool,
 ) -> Pending:
-    pending = Pending(works, finish, facts, name, what, nbytes)
+    mode = WaitMode.SLICES if facts.blocks_host(tensor.device) else WaitMode.STREAM
+    pending = Pending(works, finish, facts, name, what, tensor.nbytes, mode)
     if not async_op:
         pending.wait()
     return pending
@@ -114,7 +115,7 @@ def all_reduce(
         finish = Scale(tensor, 1.0 / facts.size)
     work = pg.allreduce([tensor], reduce_op)
     facts.bytes_sent += 2 * tensor.nbytes * (facts.size - 1) // facts.size
-    return _start((work,), finish, facts, "all_reduce", what, tensor.nbytes, async_op)
+    return _start((work,), finish, facts, "all_reduce", what, tensor, async_op)
 
 
 def reduce_scatter(
@@ -154,7 +155,7 @@ def reduce_scatter(
         works, finish = _exchange_and_sum(pg, facts, output, input, factor, accumulate)
     else:
         works, finish = _native_reduce_scatter(pg, facts, output, input, average, scale, accumulate)
-    return _start(works, finish, facts, "reduce_scatter", what, input.nbytes, async_op)
+    return _start(works, finish, facts, "reduce_scatter", what, input, async_op)
 
 
 def all_gather(
@@ -186,7 +187,7 @@ def all_gather(
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
         works = _gather_pieces(pg, facts, output, [numel] * facts.size)
-    return _start(works, None, facts, "all_gather", what, output.nbytes, async_op)
+    return _start(works, None, facts, "all_gather", what, output, async_op)
 
 
 def broadcast(
@@ -201,7 +202,7 @@ def broadcast(
     pg: Any = group if group is not None else torch_dist.group.WORLD
     work = pg.broadcast(tensor, src_rank_in_group)
     facts.bytes_sent += tensor.nbytes * (facts.size - 1) // facts.size
-    return _start((work,), None, facts, "broadcast", what, tensor.nbytes, async_op)
+    return _start((work,), None, facts, "broadcast", what, tensor, async_op)
 
 
 def all_to_all(
@@ -222,7 +223,7 @@ def all_to_all(
     pg: Any = group if group is not None else torch_dist.group.WORLD
     work = pg.alltoall_base(output, input, output_splits or [], input_splits or [])
     facts.bytes_sent += input.nbytes * (facts.size - 1) // facts.size
-    return _start((work,), None, facts, "all_to_all", what, input.nbytes, async_op)
+    return _start((work,), None, facts, "all_to_all", what, input, async_op)
 
 
 def barrier(group: Group | None = None, *, what: What = "") -> None:
@@ -231,7 +232,9 @@ def barrier(group: Group | None = None, *, what: What = "") -> None:
     if facts.size == 1:
         return
     pg: Any = group if group is not None else torch_dist.group.WORLD
-    _start((pg.barrier(),), None, facts, "barrier", what, 0, False)
+    blocks = all(facts.blocks_host(device) for device in pg._device_types)
+    mode = WaitMode.SLICES if blocks else WaitMode.STREAM
+    Pending((pg.barrier(),), None, facts, "barrier", what, 0, mode).wait()
 
 
 def release_buffers(group: Group | None = None) -> int:
@@ -327,7 +330,7 @@ def _all_reduce_in_rank_order(
             tensor.copy_(flat[:numel])
             facts.give_buffer(padded)
 
-    return _start((), finish, facts, "all_reduce", what, tensor.nbytes, async_op)
+    return _start((), finish, facts, "all_reduce", what, tensor, async_op)
 
 
 def _factor(average: bool, scale: float | None, size: int) -> float | None:

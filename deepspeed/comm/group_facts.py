@@ -21,6 +21,8 @@ Group: TypeAlias = Any
 
 # Backends that reduce on the CPU through tensors we see: for these we sum ourselves, in a fixed order.
 _LOCAL_SUM_BACKENDS = frozenset({"gloo"})
+# Backends whose Work.wait blocks the calling thread; elsewhere it only makes the device stream wait.
+_HOST_WAIT_BACKENDS = frozenset({"gloo", "mpi", "ucc", "fake"})
 # Backends that know the AVG reduction.
 _AVERAGE_BACKENDS = frozenset({"nccl"})
 
@@ -68,6 +70,15 @@ class GroupFacts:
     def sums_locally(self, device: torch.device) -> bool:
         """Whether reductions of `device` tensors are an exchange plus our own sum in rank order."""
         return self.backend(device) in _LOCAL_SUM_BACKENDS
+
+    def blocks_host(self, device: torch.device) -> bool:
+        """Whether waiting for a collective of `device` tensors blocks the calling thread."""
+        return self.backend(device) in _HOST_WAIT_BACKENDS
+
+    def includes_rank_0(self) -> bool:
+        """Whether rank 0 of the job is a member of the group."""
+        group = self.ref() if self.ref is not None else None
+        return group is not None and 0 in torch_dist.get_process_group_ranks(group)
 
     def knows_average(self, device: torch.device) -> bool:
         """Whether the backend offers the AVG reduction."""

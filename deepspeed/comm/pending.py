@@ -6,12 +6,14 @@ Owns: the bounded wait and the facts of the call that an error text needs. Does 
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from deepspeed.comm import watch
+from deepspeed.comm import stream_waits, watch
+from deepspeed.comm.activity import waiting
 from deepspeed.comm.group_facts import GroupFacts
 
 # What a collective is for, for error texts: a text, or a function giving one (called only when it is needed).
@@ -23,10 +25,18 @@ SLICE = timedelta(seconds=0.5)
 GRACE_S = 5.0
 
 
+class WaitMode(enum.Enum):
+    """How `Pending.wait` waits for the backend."""
+
+    SLICES = enum.auto()  # blocks the thread; may be cut into slices (gloo collectives)
+    PLAIN = enum.auto()  # blocks the thread; a cut would break the connection (gloo send and receive)
+    STREAM = enum.auto()  # only the device stream waits (nccl and its kin)
+
+
 class Pending:
     """A collective under way. `wait()` finishes it; waiting again is a no-op."""
 
-    __slots__ = ("_finish", "_works", "facts", "name", "nbytes", "sequence", "what")
+    __slots__ = ("_finish", "_works", "facts", "mode", "name", "nbytes", "sequence", "what")
 
     def __init__(
         self,
@@ -36,6 +46,7 @@ class Pending:
         name: str,
         what: What,
         nbytes: int,
+        mode: WaitMode,
     ) -> None:
         self._works: tuple[Any, ...] | None = works
         self._finish = finish
@@ -43,8 +54,12 @@ class Pending:
         self.name = name
         self.what = what
         self.nbytes = nbytes
+        self.mode = mode
         facts.calls += 1
         self.sequence = facts.calls
+        if mode is WaitMode.STREAM:
+            for work in works:
+                stream_waits.note(self, work, facts.timeout_s)
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: until the current stream is made to wait for it).
@@ -58,12 +73,12 @@ class Pending:
         self._works = None
         finish, self._finish = self._finish, None
         if works:
-            watch.waiting.append(self)
+            waiting.append(self)
             try:
                 for work in works:
-                    wait_bounded(work, self)
+                    _wait_bounded(work, self)
             finally:
-                watch.waiting.remove(self)
+                waiting.remove(self)
         if finish is not None:
             finish()
 
@@ -74,6 +89,36 @@ class Pending:
     def describe_what(self) -> str:
         """The text of `what`."""
         return self.what if isinstance(self.what, str) else self.what()
+
+
+def _wait_bounded(work: Any, pending: Pending) -> None:
+    """Wait in slices, so that another rank's failure, Ctrl-C and the time limit all end the wait."""
+    facts = pending.facts
+    if pending.mode is not WaitMode.SLICES:
+        try:
+            work.wait()
+        except RuntimeError as cause:
+            raise watch.failure(pending, cause, facts.timeout_s) from cause
+        return
+    deadline = 0.0
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError as error:
+            if work.is_completed():
+                try:
+                    work.wait()  # ended between the two calls: fine, or it raises the real cause
+                    return
+                except RuntimeError as cause:
+                    raise watch.failure(pending, cause, facts.timeout_s) from cause
+            now = time.monotonic()
+            if watch.aborted(facts.includes_rank_0):
+                raise watch.failure(pending, None, facts.timeout_s) from None
+            if deadline == 0.0:
+                deadline = now + facts.timeout_s + GRACE_S
+            elif now > deadline:
+                raise watch.failure(pending, error, facts.timeout_s) from error
 
 
 class Done(Pending):
@@ -87,29 +132,3 @@ class Done(Pending):
 
 
 DONE = Done()
-
-
-def wait_bounded(work: Any, pending: Pending) -> None:
-    """Wait in slices, so that another rank's failure, Ctrl-C and the time limit all end the wait."""
-    if not watch.waits_in_slices(work):
-        work.wait()  # the stream waits, not this thread; `watch` looks after works that never end
-        return
-    deadline = 0.0
-    while True:
-        try:
-            work.wait(SLICE)
-            return
-        except RuntimeError as error:
-            now = time.monotonic()
-            if work.is_completed():
-                try:
-                    work.wait()  # ended between the two calls: fine, or it raises the real cause
-                    return
-                except RuntimeError as cause:
-                    raise watch.failure(pending, cause) from cause
-            if watch.aborted():
-                raise watch.failure(pending, None) from None
-            if deadline == 0.0:
-                deadline = now + pending.facts.timeout_s + GRACE_S
-            elif now > deadline:
-                raise watch.failure(pending, error) from error
