@@ -7,7 +7,6 @@ The only place that reads feature config and puts collaborators together, as sma
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,7 +20,7 @@ from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.callbacks import CallbackList
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
 from deepspeed.runtime.config_types import torch_dtype
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine, EngineParts
@@ -35,7 +34,7 @@ from deepspeed.runtime.watchers import default_callbacks
 from deepspeed.runtime.zero.historical import optimizer_class
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
-from deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
+from deepspeed.utils.logging import logger, set_log_level_from_string
 
 
 def build_engine(
@@ -57,7 +56,7 @@ def build_engine(
     if not dist.is_initialized() and dist_init_required is not False:
         dist.init_distributed(dist_backend=None, distributed_port=distributed_port, dist_init_required=dist_init_required)
     mesh = build_mesh(config, mpu, mesh_param)
-    parsed = DeepSpeedConfig(config, mpu=mpu, dp_world_size=mesh.size("dp"))
+    parsed = DeepSpeedConfig.parse(config, strict=strict_config()).resolve(mesh.size("dp"))
     tell_about_config(parsed)
     device = local_device()
     precision, report = prepare_module(model, parsed, device)
@@ -129,9 +128,14 @@ def tell_about_config(config: DeepSpeedConfig) -> None:
     """Apply the log level, then name on rank 0 everything that was not taken literally."""
     if config.log_level:
         set_log_level_from_string(config.log_level)
-    for line in config.messages():
-        if dist.get_rank() == 0:
+    if dist.get_rank() == 0:
+        for line in config.notes():
             logger.warning(line)
+
+
+def strict_config() -> bool:
+    """DS_CONFIG_STRICT=1: unknown keys are errors."""
+    return os.environ.get(STRICT_VARIABLE, "0").strip().lower() in ("1", "true", "yes", "on")
 
 
 def local_device() -> torch.device:
@@ -178,7 +182,7 @@ def build_precision(config: DeepSpeedConfig, model: nn.Module) -> PrecisionPolic
         model=dtype,
         master=dtype if low_masters else torch.float32,
         accum=torch_dtype(types.grad_accum_dtype),
-        comm=torch_dtype(config.communication_data_type),
+        comm=config.communication_data_type,
         buffer=torch_dtype(types.buffer_dtype),
         autocast=autocast_dtype,
         autocast_comm_modules=tuple(DEFAULT_AUTOCAST_MODULES if modules is None else modules),
@@ -290,7 +294,7 @@ def wrap_optimizer(
             dtype=torch.float16,
             static_loss_scale=fp16.loss_scale or 1.0,
             dynamic_scaling=dynamic,
-            dynamic_loss_args=config.dynamic_loss_scale_args if dynamic else None,
+            dynamic_loss_args=config.float16_config.dynamic_loss_scale_args() if dynamic else None,
         )
     bucket = zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else None
     safe = {id(p) for p in low_precision_safe_params(model, precision.autocast_comm_modules)} if precision.autocast else set()
@@ -375,8 +379,3 @@ def checkpoint_manager(engine: DeepSpeedEngine) -> Any:
 
     return CheckpointManager(engine)
 
-
-def collect(engine: DeepSpeedEngine) -> None:
-    """Free what construction left behind."""
-    log_dist(f"initialized {type(engine.module).__name__}", [0])
-    gc.collect()

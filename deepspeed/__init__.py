@@ -1,0 +1,99 @@
+# ruff: noqa: F401  (the imports for type checkers are the exports)
+"""deepspeed: parallel training and inference of models that do not fit.
+
+``import deepspeed`` loads next to nothing; every name and sub-package below is imported when it is first used. The two
+calls most programs need:
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json")
+    loss = engine(batch); engine.backward(loss); engine.step()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.git_version_info import git_branch, git_hash, version
+
+if TYPE_CHECKING:
+    from deepspeed import checkpointing, comm, ops, runtime, utils
+    from deepspeed import comm as dist
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.arguments import add_config_arguments
+    from deepspeed.comm.comm import init_distributed
+    from deepspeed.initialization import initialize
+    from deepspeed.runtime import zero
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
+    from deepspeed.utils.init_on_device import OnDevice
+    from deepspeed.utils.logging import log_dist, logger
+
+__version__ = version
+__git_hash__ = git_hash
+__git_branch__ = git_branch
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("+")[0].split(".")[:3])
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+
+_NAMES = {
+    "initialize": "deepspeed.initialization",
+    "add_config_arguments": "deepspeed.arguments",
+    "init_distributed": "deepspeed.comm.comm",
+    "get_accelerator": "deepspeed.accelerator",
+    "DeepSpeedEngine": "deepspeed.runtime.engine",
+    "DeepSpeedConfig": "deepspeed.runtime.config",
+    "DeepSpeedConfigError": "deepspeed.runtime.config",
+    "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",
+    "ZeROOptimizer": "deepspeed.runtime.base_optimizer",
+    "DeepSpeedDataLoader": "deepspeed.runtime.dataloader",
+    "OnDevice": "deepspeed.utils.init_on_device",
+    "log_dist": "deepspeed.utils.logging",
+    "logger": "deepspeed.utils.logging",
+    "set_optimizer_flags": "deepspeed.runtime.zero.muon.tagging",
+}
+_MODULES = {
+    "accelerator": "deepspeed.accelerator",
+    "checkpoint": "deepspeed.checkpoint",
+    "checkpointing": "deepspeed.checkpointing",
+    "comm": "deepspeed.comm",
+    "dist": "deepspeed.comm",
+    "launcher": "deepspeed.launcher",
+    "ops": "deepspeed.ops",
+    "runtime": "deepspeed.runtime",
+    "utils": "deepspeed.utils",
+    "zero": "deepspeed.runtime.zero",
+}
+_PLANNED = {
+    "init_inference": "inference with tensor parallelism",
+    "tp_model_init": "tensor-parallel training",
+    "InferenceEngine": "inference with tensor parallelism",
+    "DeepSpeedInferenceConfig": "inference with tensor parallelism",
+    "PipelineModule": "pipeline parallelism",
+    "PipelineEngine": "pipeline parallelism",
+    "DeepSpeedHybridEngine": "the hybrid engine",
+    "DeepSpeedTransformerLayer": "the fused transformer layer",
+    "DeepSpeedTransformerConfig": "the fused transformer layer",
+    "replace_transformer_layer": "kernel injection",
+}
+
+__all__ = ["__version__", "version", *_NAMES, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    elif name in _PLANNED:
+        raise AttributeError(f"deepspeed.{name}: {_PLANNED[name]} is not built yet in version {version}")
+    else:
+        raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
