@@ -1,0 +1,49 @@
+# ruff: noqa: F401  (the imports for type checkers are the exports)
+"""The ZeRO core. Names are exported lazily; read ``optimizer.py`` first, it wires the parts together."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
+    from deepspeed.runtime.zero.memory_estimators import (
+        estimate_zero2_model_states_mem_needs,
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+    )
+
+_NAMES = {
+    "DeepSpeedZeroConfig": "deepspeed.runtime.zero.config",
+    "ZeroStageEnum": "deepspeed.runtime.zero.config",
+    "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory_estimators",
+    "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory_estimators",
+    "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory_estimators",
+}
+_PLANNED = (
+    "Init",
+    "GatheredParameters",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "MiCS_Init",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+        globals()[name] = value
+        return value
+    if name in _PLANNED:
+        raise AttributeError(
+            f"deepspeed.zero.{name}: ZeRO stage 3 is not built yet; stages 0, 1 and 2 need no change to the model"
+        )
+    raise AttributeError(f"module 'deepspeed.runtime.zero' has no attribute {name!r}")
