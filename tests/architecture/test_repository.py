@@ -12,7 +12,7 @@ import pytest
 from tests.harness.project import ROOT, project_file
 
 # Written in pieces, so that this file does not find itself.
-_HOSTS = ("py" + "pi.org", "python" + "hosted.org", "download." + "pytorch.org", "registry." + "npmjs", "anaconda" + ".org")
+_HOSTS = ("py" + "pi.org", "python" + "hosted.org", "download." + "pytorch.org", "anaconda" + ".org")
 _MACHINE_PATH = re.compile(r"(^|[^A-Za-z0-9_.])/(work|farm|root|home/[a-z]+|Users/[a-z]+)/[A-Za-z.]", re.MULTILINE)
 
 

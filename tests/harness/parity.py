@@ -167,12 +167,13 @@ def run_engine(case: Case) -> list[StepRecord]:
             losses.append(float(loss.detach()))
             engine.backward(loss)
             engine.step()
-        records.append(_record(engine, losses, optimizer.state_keys))
+        records.append(record_step(engine, losses, optimizer.state_keys))
     engine.destroy()
     return records
 
 
-def _record(engine: Any, losses: list[float], state_keys: Sequence[str]) -> StepRecord:
+def record_step(engine: Any, losses: list[float], state_keys: Sequence[str]) -> StepRecord:
+    """What this rank sees after a step. Collective: sharded tensors are gathered."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     weights, masters, states = {}, {}, {}
@@ -219,12 +220,12 @@ def compare(case: Case, ranks: list[list[StepRecord]], full: list[StepRecord]) -
     problems: list[str] = []
     for step in range(case.steps):
         seen = [records[step] for records in ranks]
+        losses: list[list[float]] = []
         for micro in range(case.accumulation):
             index = step * case.accumulation + micro
-            losses = trainer.backward(_losses(spec, index, case.rows))
-            problems += _compare_losses(case, f"step {step} micro {micro}", losses, [s.losses[micro] for s in seen])
-        problems += _compare_step(case, step, trainer, seen, full[step])
-        problems += _compare_states(case, step, trainer, full[step])
+            losses.append(trainer.backward(_losses(spec, index, case.rows)))
+        problems = compare_losses(f"step {step}", losses, seen, case.tolerance)
+        problems += compare_step(f"step {step}", trainer, seen, full[step], optimizer.state_keys, case.tolerance)
         if problems:
             break  # what follows only repeats the first difference
     return [f"[{case.name}, {world_size} ranks] {problem}" for problem in problems]
@@ -234,44 +235,60 @@ def _losses(spec: ModelSpec, index: int, rows: int) -> Callable[[nn.Module, int]
     return lambda module, rank: spec.loss(module, spec.batch(index, rank, rows), index, rank)
 
 
-def _compare_losses(case: Case, where: str, right: list[float], seen: list[float]) -> list[str]:
-    return [
-        f"{where} rank {rank}: loss {got!r}, plain torch {expected!r}"
-        for rank, (expected, got) in enumerate(zip(right, seen, strict=True))
-        if not _near(got, expected, case.tolerance)
-    ]
-
-
-def _compare_step(
-    case: Case, step: int, trainer: PlainTrainer, seen: list[StepRecord], full: StepRecord
+def compare_losses(
+    where: str, right: list[list[float]], seen: list[StepRecord], tolerance: Tolerance
 ) -> list[str]:
+    """`right[micro][rank]` of plain torch against what each rank saw since the last step."""
+    problems = []
+    for rank, record in enumerate(seen):
+        if len(record.losses) != len(right):
+            problems.append(f"{where} rank {rank}: {len(record.losses)} losses, plain torch {len(right)}")
+            continue
+        for micro, (losses, got) in enumerate(zip(right, record.losses, strict=True)):
+            if not _near(got, losses[rank], tolerance):
+                problems.append(f"{where} micro {micro} rank {rank}: loss {got!r}, plain torch {losses[rank]!r}")
+    return problems
+
+
+def compare_step(
+    where: str,
+    trainer: PlainTrainer,
+    seen: list[StepRecord],
+    full: StepRecord,
+    state_keys: Sequence[str],
+    tolerance: Tolerance,
+) -> list[str]:
+    """Make the step of `trainer` and compare all that it changes. `seen`: every rank; `full`: one with tensors."""
     first = seen[0]
     done = trainer.step(norm_for_clip=first.norm if math.isfinite(first.norm) else None)
     problems = []
     norms = {record.norm for record in seen}
     if len(norms) > 1:
-        problems.append(f"step {step}: ranks report different norms {sorted(norms)}")
-    if done and not math.isclose(first.norm, trainer.norm, rel_tol=max(NORM_RTOL, case.tolerance.rtol), abs_tol=1e-12):
-        problems.append(f"step {step}: norm {first.norm!r}, plain torch {trainer.norm!r}")
+        problems.append(f"{where}: ranks report different norms {sorted(norms)}")
+    if done and not math.isclose(first.norm, trainer.norm, rel_tol=max(NORM_RTOL, tolerance.rtol), abs_tol=1e-12):
+        problems.append(f"{where}: norm {first.norm!r}, plain torch {trainer.norm!r}")
     if any(record.skipped != trainer.skipped_steps for record in seen):
-        problems.append(f"step {step}: skipped {[r.skipped for r in seen]}, plain torch {trainer.skipped_steps}")
+        problems.append(f"{where}: skipped {[r.skipped for r in seen]}, plain torch {trainer.skipped_steps}")
     if len({record.digest for record in seen}) > 1:
-        problems.append(f"step {step}: ranks hold different weights")
-    problems += _compare_tensors(case, f"step {step} weight", full.weights, trainer.weights())
-    right = {n: t for n, t in trainer.full_precision_weights().items() if trainer.masters[n].requires_grad}
-    return problems + _compare_tensors(case, f"step {step} master", full.masters, right)
+        problems.append(f"{where}: ranks hold different weights")
+    problems += _compare_tensors(f"{where} weight", full.weights, trainer.weights(), tolerance)
+    right = {n: t for n, t in trainer.full_precision_weights().items() if trainer.params[n].requires_grad}
+    problems += _compare_tensors(f"{where} master", full.masters, right, tolerance)
+    return problems + _compare_states(where, full.states, trainer.states(state_keys), tolerance)
 
 
-def _compare_states(case: Case, step: int, trainer: PlainTrainer, full: StepRecord) -> list[str]:
-    right = trainer.states(OPTIMIZERS[case.optimizer].state_keys)
+States = dict[str, dict[str, Tensor]]
+
+
+def _compare_states(where: str, seen: States, right: States, tolerance: Tolerance) -> list[str]:
     problems = []
     # A state of zeros that plain torch has not made yet says the same thing as none.
-    extra = {name for name in full.states.keys() - right.keys() if _any_nonzero(full.states[name])}
-    missing = {name for name in right.keys() - full.states.keys() if _any_nonzero(right[name])}
+    extra = {name for name in seen.keys() - right.keys() if _any_nonzero(seen[name])}
+    missing = {name for name in right.keys() - seen.keys() if _any_nonzero(right[name])}
     if extra or missing:
-        problems.append(f"step {step}: states beyond plain torch {sorted(extra)}, missing {sorted(missing)}")
-    for name in full.states.keys() & right.keys():
-        problems += _compare_tensors(case, f"step {step} state {name}", full.states[name], right[name])
+        problems.append(f"{where}: states beyond plain torch {sorted(extra)}, missing {sorted(missing)}")
+    for name in seen.keys() & right.keys():
+        problems += _compare_tensors(f"{where} state {name}", seen[name], right[name], tolerance)
     return problems
 
 
@@ -279,12 +296,14 @@ def _any_nonzero(states: dict[str, Tensor]) -> bool:
     return any(bool(tensor.count_nonzero()) for tensor in states.values())
 
 
-def _compare_tensors(case: Case, where: str, seen: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+def _compare_tensors(
+    where: str, seen: dict[str, Tensor], right: dict[str, Tensor], tolerance: Tolerance
+) -> list[str]:
     problems = []
     if seen.keys() != right.keys():
         problems.append(f"{where}: names {sorted(seen)}, plain torch {sorted(right)}")
     for name in seen.keys() & right.keys():
-        line = tensor_difference(seen[name], right[name], case.tolerance)
+        line = tensor_difference(seen[name], right[name], tolerance)
         if line:
             problems.append(f"{where} {name}: {line}")
     return problems

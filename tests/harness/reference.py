@@ -116,7 +116,7 @@ class PlainTrainer:
     def _make_master(param: nn.Parameter) -> nn.Parameter:
         if param.dtype == torch.float32:
             return param
-        return nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+        return nn.Parameter(param.detach().float())
 
     def zero_grad(self) -> None:
         """Forget what has been accumulated since the last boundary."""
@@ -126,26 +126,26 @@ class PlainTrainer:
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 
-    def backward(self, loss_of_rank: LossOfRank, *, divide: bool = True, sync: bool = True) -> list[float]:
+    def backward(self, loss_of_rank: LossOfRank, *, sync: bool = True) -> list[float]:
         """Forward and backward of every rank; returns the losses in rank order, as the model gave them.
 
-        `divide`: by the number of micro-batches. `sync` False holds the mean over ranks back (no_sync).
+        `sync` False holds the mean over ranks back (no_sync).
         """
         losses = []
         for rank in range(self.world_size):
             loss = loss_of_rank(self.callable, rank)  # type: ignore[arg-type]
             losses.append(float(loss.detach()))
-            self.backward_rank(rank, loss, divide=divide)
+            self.backward_rank(rank, loss)
         if self.reduce_each_backward and sync:
             self.reduce()
         return losses
 
-    def backward_rank(self, rank: int, loss: Tensor, *, divide: bool = True) -> None:
-        """Backward of one rank, its gradients added to those it holds."""
+    def backward_rank(self, rank: int, loss: Tensor) -> None:
+        """Backward of one rank, divided by the number of micro-batches, its gradients added to those it holds."""
         held = self.local[rank]
         for name, param in self.params.items():
             param.grad = held.get(name) if self._accumulates_in_place(param) else None
-        if divide and self.accumulation > 1:
+        if self.accumulation > 1:
             loss = loss / self.accumulation
         if self.precision.loss_scale is not None:
             loss = loss.float() * self.scaler.scale
@@ -194,7 +194,6 @@ class PlainTrainer:
     @torch.no_grad()
     def step(self, norm_for_clip: float | None = None) -> bool:
         """Reduce, unscale, clip, update; returns whether the update was made (False: gradients overflowed).
-
         `norm_for_clip`: take this norm for the clipping factor. The caller has compared it with `self.norm`; using it
         makes the rest comparable to the last bit, which the order of a sum of squares otherwise decides.
         """
@@ -220,7 +219,7 @@ class PlainTrainer:
         if self.clip > 0:
             factor *= min(1.0, self.clip / (norm + 1e-6))
         for name, master in self.masters.items():
-            master.grad = gradients[name] * factor if name in self.touched and master.requires_grad else None
+            master.grad = gradients[name] * factor if name in self.touched else None
         self.optimizer.step()
         for name, master in self.masters.items():
             master.grad = None
