@@ -205,7 +205,8 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
     for index in range(len(recipe.ops)):
         yield replace(recipe, ops=recipe.ops[:index] + recipe.ops[index + 1 :])
     plain = Recipe()
-    for name in ("zero", "clip", "manual_boundary", "client_optimizer", "num_groups", "accum", "precision", "optimizer"):
+    options = ("zero", "clip", "manual_boundary", "client_optimizer", "num_groups", "accum", "precision", "optimizer")
+    for name in options:
         if getattr(recipe, name) != getattr(plain, name):
             yield replace(recipe, **{name: getattr(plain, name)})
     for index in range(len(recipe.zero)):
