@@ -308,6 +308,7 @@ def wrap_optimizer(
         elementwise=is_elementwise(basic),
         round_robin=zero.round_robin_gradients,
         accumulates=accumulation.steps > 1 or not accumulation.managed,
+        by_rows=row_wise_parameters(model, every_embedding=config.sparse_gradients_enabled),
         comm_dtype_of=lambda param: precision.autocast if id(param) in safe else None,
     )
     return optimizer_class(int(zero.stage), precision)(
@@ -320,6 +321,18 @@ def wrap_optimizer(
         world=world,
         options=options,
         scaler=scaler,
+    )
+
+
+def row_wise_parameters(model: nn.Module, *, every_embedding: bool) -> frozenset[int]:
+    """``id()`` of embedding weights whose gradients are sparse, or (``sparse_gradients``) of all embeddings.
+
+    Only unsharded gradients can travel as rows; shards are summed densely.
+    """
+    return frozenset(
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.sparse or every_embedding)
     )
 
 

@@ -4,8 +4,6 @@ Owns the fields of ZeRO stages 0 to 3 and their combination rules inside the sec
 need other sections live in `runtime/config_checks.py`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from enum import Enum
@@ -13,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer, Rule, Size, refuse, to_integer
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -190,7 +189,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """[stage 3] Quantize gradients for the reduction (ZeRO++ qgZ); needs reduce_scatter. Example: true."""
 
     zeropp_loco_param: dict[str, Any] | None = None
-    """[stage 3] Error feedback of qgZ (LoCo), keys err_beta and reset_T. Example: {"err_beta": 0.8, "reset_T": 1024}."""
+    """[stage 3] Error feedback of qgZ (LoCo), keys err_beta and reset_T.
+    Example: {"err_beta": 0.8, "reset_T": 1024}."""
 
     mics_shard_size: Integer = -1
     """[stage 3] Ranks of a MiCS shard group; -1 = off. Example: 8."""
@@ -231,7 +231,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         return data
 
     @model_validator(mode="after")
-    def _section_rules(self) -> DeepSpeedZeroConfig:
+    def _section_rules(self) -> Self:
         ratio = self.offload_optimizer.ratio if self.offload_optimizer else 1.0
         if ratio < 1.0 and self.stage != ZeroStageEnum.weights:
             self._clash("offload_optimizer.ratio", ratio, "stage 3, or ratio 1.0")

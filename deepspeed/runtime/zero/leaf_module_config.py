@@ -3,8 +3,6 @@
 Owns the names only; finding the modules is the job of `deepspeed.utils.z3_leaf_module`.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from deepspeed.runtime.config_types import TextList

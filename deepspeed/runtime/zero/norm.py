@@ -50,7 +50,7 @@ def local_grads(group: ShardGroup, touched: Sequence[int]) -> list[torch.Tensor]
     for bound in group.fragments:
         grad = group.grad_of(bound)
         if grad is not None and touched[bound.position] and grad.numel():
-            grads.append(grad.to_dense() if grad.is_sparse else grad)
+            grads.append(grad.coalesce().values() if grad.is_sparse else grad)
     return grads
 
 

@@ -4,13 +4,12 @@ Owns where sharded state lives outside the device and how much of it is moved at
 elements. Does not own the stores (`runtime/swap_tensor/`).
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer, Real, Size
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -94,6 +93,6 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
         """Whether reads or writes of neighbouring sub-groups overlap the step."""
         return self.pipeline_read or self.pipeline_write
 
-    def set_pipeline(self) -> DeepSpeedZeroOffloadOptimizerConfig:
+    def set_pipeline(self) -> Self:
         """Kept for callers of the reference; `pipeline` is always up to date."""
         return self

@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.norm import BoundaryFacts, boundary_facts, clip_coef
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.reduce import GradReducer, LocalGrads, ReduceOptions, Reducer
 from deepspeed.runtime.zero.shard_group import BoundFragment, GroupSpec, ShardGroup
-from deepspeed.runtime.zero.stepper import InlineStepper
+from deepspeed.runtime.zero.stepper import InlineStepper, scale_in_place
 from deepspeed.utils.logging import logger
 
 _ALIGN_BYTES = 64  # parameters and pieces start on cache lines, as torch's own allocations do
@@ -51,6 +51,7 @@ class ZeroOptions:
     elementwise: bool = True
     round_robin: bool = False
     accumulates: bool = False  # more than one backward per step is expected
+    by_rows: frozenset[int] = frozenset()  # id() of embeddings whose gradients travel as touched rows
     comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] = field(default=lambda _: None)
 
 
@@ -113,10 +114,12 @@ class ZeroOptimizer(ZeROOptimizer):
         return groups
 
     def _groups_for(self, index: int, params: Sequence[nn.Parameter]) -> list[ShardGroup]:
-        runs: dict[tuple[torch.dtype, torch.dtype, torch.device], list[nn.Parameter]] = {}
+        runs: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
+        sharded = self.placement.state_sharded
         for param in params:
-            runs.setdefault((param.dtype, self._comm_dtype(param), param.device), []).append(param)
-        return [self._group(index, run, comm_dtype) for (_, comm_dtype, _), run in runs.items()]
+            rows = not sharded and self.world > 1 and id(param) in self.options.by_rows
+            runs.setdefault((param.dtype, self._comm_dtype(param), param.device, rows), []).append(param)
+        return [self._group(index, run, comm_dtype, rows) for (_, comm_dtype, _, rows), run in runs.items()]
 
     def _comm_dtype(self, param: nn.Parameter) -> torch.dtype:
         wanted = self.options.comm_dtype_of(param) or self.precision.comm
@@ -126,7 +129,7 @@ class ZeroOptimizer(ZeROOptimizer):
         local = self.options.accumulates and not self.placement.reduces_every_backward
         return self.precision.accum_dtype(param) if local else param.dtype
 
-    def _group(self, index: int, params: list[nn.Parameter], comm_dtype: torch.dtype) -> ShardGroup:
+    def _group(self, index: int, params: list[nn.Parameter], comm_dtype: torch.dtype, by_rows: bool) -> ShardGroup:
         params = sorted(params, key=lambda param: -self._order.get(id(param), 0))  # backward meets the last one first
         world = self.world if self.placement.state_sharded else 1
         if self.options.round_robin and world > 1:
@@ -152,6 +155,7 @@ class ZeroOptimizer(ZeROOptimizer):
             comm_dtype=comm_dtype,
             rank=self.rank if world > 1 else 0,
             world=world,
+            by_rows=by_rows,
         )
         return ShardGroup(spec, layout)
 
@@ -271,8 +275,7 @@ class ZeroOptimizer(ZeROOptimizer):
                     group.grad.mul_(factor)
                 held = [param.grad for param in group.params if param.grad is not None]
                 held += [buffer for buffer in group.accum if buffer is not None]
-                if held:
-                    torch._foreach_mul_(held, factor)
+                scale_in_place(held, factor)
 
     # ---- boundary --------------------------------------------------------------------------------------------------
 

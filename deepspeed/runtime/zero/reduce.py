@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.comm.sparse import all_reduce_rows
 from deepspeed.runtime.zero.bucket import Bucket, Workspace
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
@@ -122,12 +123,14 @@ class GradReducer:
         self.active = False  # the current backward reduces
         self.held_back = False  # gradients have accumulated locally since the last launch
         self.launched = 0  # collectives in this window
+        self._rows_sent = False  # row-wise gradients of this window are reduced (at the boundary only)
         # Parameters without gradient in the last backward are not waited for: one unused layer must not hold up every
         # bucket behind it. Only the moment of a launch depends on this, never the order.
         self._expected: list[bytes] = [b"\1" * len(group.params) for group in self.groups]
 
     def _ordered_buckets(self) -> list[Bucket]:
-        buckets = [Bucket(group, segment) for group in self.groups for segment in group.layout.segments]
+        dense = [group for group in self.groups if not group.by_rows]
+        buckets = [Bucket(group, segment) for group in dense for segment in group.layout.segments]
         buckets.sort(key=lambda bucket: -bucket.ready_key)
         for index, bucket in enumerate(buckets):
             bucket.index = index
@@ -159,6 +162,7 @@ class GradReducer:
     def grad_ready(self, group_number: int, position: int) -> None:
         """Autograd has finished this parameter's gradient (called from its post-accumulate hook)."""
         self.touched[group_number][position] = 1
+        self._rows_sent = False
         group = self.groups[group_number]
         if not self.active:
             self.held_back = True
@@ -199,6 +203,8 @@ class GradReducer:
         if self.held_back or not self.launched:
             self.send_all()
         self.wait()
+        if not self._rows_sent:
+            self._send_rows()
 
     def send_all(self) -> None:
         """One round over every bucket outside a backward."""
@@ -229,6 +235,7 @@ class GradReducer:
             bucket.reduced = False
         self.active = self.held_back = False
         self.launched = self._next = 0
+        self._rows_sent = False
 
     # ---- one bucket ------------------------------------------------------------------------------------------------
 
@@ -260,6 +267,22 @@ class GradReducer:
         bucket.reduced = True
         if not self.options.overlap:
             self._land(index)
+
+    @torch.no_grad()
+    def _send_rows(self) -> None:
+        for group in self.groups:
+            if not group.by_rows:
+                continue
+            for name, param in zip(group.names, group.params, strict=True):
+                rows, values = touched_rows(param)
+                rows, values = all_reduce_rows(
+                    rows, values, self.process_group, self.world, what=f"gradient rows of {name}"
+                )
+                if param.grad is not None and not param.grad.is_sparse:
+                    param.grad.zero_().index_add_(0, rows, values)
+                else:
+                    param.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, param.shape).coalesce()
+        self._rows_sent = True
 
     def _land(self, index: int) -> None:
         entry = self._in_flight[index]
@@ -296,3 +319,16 @@ def accumulate_locally(group: ShardGroup, position: int) -> None:
     else:
         held.add_(param.grad)
     param.grad = None
+
+
+def touched_rows(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row numbers and rows of ``param.grad`` (sparse or dense) that are not zero.  # 1D int64; 2D"""
+    grad = param.grad
+    if grad is None:
+        empty = torch.empty(0, dtype=torch.int64, device=param.device)
+        return empty, param.new_empty((0, param.shape[1]))
+    if grad.is_sparse:
+        grad = grad.coalesce()
+        return grad.indices()[0], grad.values()
+    rows = grad.ne(0).any(dim=1).nonzero().squeeze(1)
+    return rows, grad[rows]

@@ -53,6 +53,7 @@ class GroupSpec:
     comm_dtype: torch.dtype
     rank: int
     world: int  # ranks the state is sharded over; 1 = replicated
+    by_rows: bool = False  # replicated embeddings whose gradients travel as touched rows
 
 
 class ShardGroup:
@@ -75,6 +76,7 @@ class ShardGroup:
         self.sharded = spec.world > 1
         self.master_dtype, self.accum_dtype, self.comm_dtype = spec.master_dtype, spec.accum_dtype, spec.comm_dtype
         self.aliased = self.master_dtype == self.dtype
+        self.by_rows = spec.by_rows
         self.flat: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None  # 1D shard in accum dtype, allocated at the first reduction
         self.master: torch.Tensor | None = None  # 1D shard; None when aliased

@@ -118,7 +118,7 @@ class InlineStepper:
             return True
         if grads[0].dtype == group.master_dtype:
             if scale != 1.0:
-                torch._foreach_mul_(grads, scale)
+                scale_in_place(grads, scale)
             for bound, grad in live:
                 if bound.leaf is not bound.param:
                     bound.leaf.grad = grad
@@ -131,7 +131,7 @@ class InlineStepper:
             view = space.narrow(0, offset, grad.numel()).view(bound.leaf.shape)
             offset += grad.numel()
             views.append(view)
-        torch._foreach_copy_(views, grads)
+        torch._foreach_copy_(views, [grad.to_dense() if grad.is_sparse else grad for grad in grads])
         space.narrow(0, 0, offset).mul_(scale)
         for (bound, _), view in zip([pair for pair in live if pair[1] is not None], views, strict=True):
             bound.leaf.grad = view
@@ -161,6 +161,16 @@ class InlineStepper:
         if numel <= self.workspace.capacity(group.master_dtype):
             return self.workspace.whole(numel, group.master_dtype)
         return torch.empty(numel, dtype=group.master_dtype, device=group.device)
+
+
+def scale_in_place(grads: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply dense and sparse gradients by ``factor``."""
+    dense = [grad for grad in grads if not grad.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for grad in grads:
+        if grad.is_sparse:
+            grad.mul_(factor)
 
 
 def _units_by_segment(number: int, group: ShardGroup, limit: int | None) -> list[Unit]:
