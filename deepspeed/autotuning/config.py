@@ -1,7 +1,5 @@
 """Section `autotuning`: which settings are tried, and how long."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

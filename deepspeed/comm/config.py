@@ -1,7 +1,5 @@
 """Section `comms_logger`: which collectives are recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

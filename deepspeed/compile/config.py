@@ -1,11 +1,10 @@
 """Section `compile`: what `engine.compile()` does."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Size
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -69,7 +68,7 @@ class CompileConfig(DeepSpeedConfigModel):
     """Explicit passes; autotp stands alone. Example: ["autosp"]."""
 
     @model_validator(mode="after")
-    def _autotp_stands_alone(self) -> CompileConfig:
+    def _autotp_stands_alone(self) -> Self:
         others = sorted(set(self.passes or ()) - {"autotp"})
         if self.passes and "autotp" in self.passes and others:
             raise PydanticCustomError(

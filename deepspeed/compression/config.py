@@ -4,12 +4,11 @@ Owns the shared settings of each technique and the form of its groups. Groups ke
 mapping whose required keys are checked here.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer, Real
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -44,7 +43,7 @@ class Technique(DeepSpeedConfigModel):
         return bool(shared and shared.enabled)
 
     @model_validator(mode="after")
-    def _groups_complete(self) -> Technique:
+    def _groups_complete(self) -> Self:
         if self.needs_groups() and not self.different_groups:
             raise PydanticCustomError(
                 "ds_cross",
@@ -170,7 +169,7 @@ class SparsePruningShared(PruningShared):
     """Modules left alone (snip_momentum). Example: ["classifier"]."""
 
     @model_validator(mode="after")
-    def _ends_after_start(self) -> SparsePruningShared:
+    def _ends_after_start(self) -> Self:
         end = self.schedule_offset_end
         if end is not None and end < self.schedule_offset:
             raise PydanticCustomError(
@@ -213,7 +212,7 @@ class HeadPruningShared(PruningShared):
     """Heads of a layer; required when enabled. Example: 12."""
 
     @model_validator(mode="after")
-    def _knows_heads(self) -> HeadPruningShared:
+    def _knows_heads(self) -> Self:
         if self.enabled and self.num_heads is None:
             raise PydanticCustomError(
                 "ds_cross", "missing; expected an integer >= 1 with enabled true", {"key": "num_heads"}

@@ -1,11 +1,10 @@
 """Section `elasticity`: batch sizes that stay the same over many numbers of devices."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer, Real, Rule, refuse, to_integer
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -75,7 +74,7 @@ class ElasticityConfigModel(DeepSpeedConfigModel):
     """Accept batch keys beside this section and ignore them. Example: true."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> ElasticityConfigModel:
+    def _consistent(self) -> Self:
         for name in ("max_train_batch_size", "micro_batch_sizes"):
             if self.enabled and name not in self.model_fields_set:
                 raise PydanticCustomError(

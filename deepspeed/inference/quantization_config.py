@@ -1,7 +1,5 @@
 """Quantization blocks of inference, and the top-level section `weight_quantization`."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Annotated, Any
 

@@ -4,12 +4,11 @@ Owns the fields and the rules inside the section. Rules that need the model or t
 are placed.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer, Real, Rule, refuse, to_integer, to_real
 from deepspeed.runtime.config_utils import AUTO, DeepSpeedConfigModel
@@ -146,7 +145,7 @@ class AutoEPConfig(DeepSpeedConfigModel):
     """Registered activation; null = from the preset. Example: "swiglu"."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> AutoEPConfig:
+    def _consistent(self) -> Self:
         deepep = self.comm_backend == "deepep"
         for key, bad, expected in (
             ("comm_max_tokens_per_rank", deepep and self.comm_max_tokens_per_rank == 0, "> 0 with comm_backend deepep"),

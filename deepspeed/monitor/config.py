@@ -1,11 +1,10 @@
 """Sections `tensorboard`, `wandb`, `csv_monitor`, `comet`: where training events are written."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -106,7 +105,7 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
         """Whether any monitor is on."""
         return any(getattr(self, name).enabled for name in MONITOR_SECTIONS)
 
-    def check_enabled(self) -> DeepSpeedMonitorConfig:
+    def check_enabled(self) -> Self:
         """Kept for callers of the reference; `enabled` is always up to date."""
         return self
 

@@ -1,7 +1,5 @@
 """Section `nebula`: checkpoints written by the Nebula service."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Section `flops_profiler`: counting the operations of one training step."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -51,11 +51,13 @@ from deepspeed.runtime.optimizer_config import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 if TYPE_CHECKING:
     import torch
+
+    from deepspeed.autotuning.config import AutotuningConfig
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 __all__ = [
     "DeepSpeedConfig",
@@ -240,12 +242,9 @@ class DeepSpeedConfig:
     def _bind_features(self, s: ConfigSections) -> None:
         self.activation_checkpointing_config = s.activation_checkpointing
         self.aio_config: dict[str, Any] = s.aio.model_dump()
-        self.autotuning_config = s.autotuning
         self.compile_config = s.compile
         self.comms_config: DeepSpeedCommsConfig = _comms(s, self._param_dict)
-        self.monitor_config = DeepSpeedMonitorConfig(
-            strict=True, **{name: getattr(s, name) for name in MONITOR_SECTIONS}
-        )
+        self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(s, name) for name in MONITOR_SECTIONS})
         self.flops_profiler_config = s.flops_profiler
         self.timers_config = s.timers.throughput
         self.hybrid_engine: HybridEngineConfig = s.hybrid_engine
@@ -254,8 +253,7 @@ class DeepSpeedConfig:
         self.nebula_config = s.nebula
         self.datastates_config = DeepSpeedDataStatesConfig({"datastates_ckpt": s.datastates_ckpt})
         self.pipeline: dict[str, Any] = _with_extras(s.pipeline, self._param_dict.get("pipeline"))
-        self.data_efficiency_enabled: bool = s.data_efficiency.enabled
-        self.data_efficiency_config: dict[str, Any] = s.data_efficiency.model_dump()
+        self.data_efficiency_enabled: bool = bool(s.data_efficiency and s.data_efficiency.enabled)
         self.curriculum_enabled_legacy: bool = bool(s.curriculum_learning and s.curriculum_learning.enabled)
         self.curriculum_params_legacy = s.curriculum_learning.model_dump() if s.curriculum_learning else None
         self.compression_config = s.compression_training
@@ -288,7 +286,23 @@ class DeepSpeedConfig:
     @property
     def tensor_parallel_config(self) -> TPTrainingConfig:
         """`tensor_parallel`; its defaults when absent (they hold a torch dtype, so torch is imported here)."""
+        from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+
         return self.sections.tensor_parallel or TPTrainingConfig()
+
+    @property
+    def autotuning_config(self) -> AutotuningConfig:
+        """`autotuning`; its defaults when absent."""
+        from deepspeed.autotuning.config import AutotuningConfig
+
+        return self.sections.autotuning or AutotuningConfig()
+
+    @property
+    def data_efficiency_config(self) -> dict[str, Any]:
+        """`data_efficiency` as a dictionary, defaults filled in."""
+        from deepspeed.runtime.data_pipeline.config import DataEfficiencyConfig
+
+        return (self.sections.data_efficiency or DataEfficiencyConfig()).model_dump()
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
@@ -414,7 +428,12 @@ def _without_bool_zero(data: Mapping[str, Any], report: Report) -> Mapping[str, 
 def _triple(sections: ConfigSections | None, report: Report, ranks: int) -> BatchTriple | None:
     if sections is None or any(report.is_tainted(key) for key in BATCH_KEYS):
         return None
-    result = resolve_batch(*(getattr(sections, key) for key in BATCH_KEYS), ranks)
+    result = resolve_batch(
+        sections.train_batch_size,
+        sections.train_micro_batch_size_per_gpu,
+        sections.gradient_accumulation_steps,
+        ranks,
+    )
     if isinstance(result, Problem):
         report.problems.append(result)
         return None

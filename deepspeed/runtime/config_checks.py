@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.config_problems import Problem, near_miss, nearest, show
 from deepspeed.runtime.optimizer_config import (
+    BUILT_IN_TITLES,
     DEEPSPEED_OPTIMIZERS,
     SCHEDULER_PARAMS,
     SCHEDULER_REQUIRED,
@@ -218,7 +219,7 @@ def _optimizer(s: ConfigSections) -> Iterator[Problem]:
     kind, params = block.type, block.params or {}
     known = optimizer_params(kind)
     if kind.lower() not in DEEPSPEED_OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
-        meant = near_miss(kind, [*_titles(), *TORCH_OPTIMIZERS])
+        meant = near_miss(kind, [*BUILT_IN_TITLES, *TORCH_OPTIMIZERS])
         if meant:
             yield Problem(
                 "optimizer.type",
@@ -234,7 +235,7 @@ def _optimizer(s: ConfigSections) -> Iterator[Problem]:
             "optimizer.params.max_grad_norm",
             f"found {show(norm)}; expected 0 or nothing: the engine clips gradients",
             f"remove it and set gradient_clipping to {norm}",
-            keys=("optimizer.params",),
+            keys=("optimizer.params.max_grad_norm",),
         )
     yield from _rates("optimizer", params, ("lr", "muon_lr", "adam_lr", "weight_decay", "eps"))
 
@@ -262,7 +263,7 @@ def _scheduler(s: ConfigSections) -> Iterator[Problem]:
                 f"scheduler.params.{key}",
                 f"missing; {kind} needs it",
                 "add it",
-                keys=("scheduler.params", f"scheduler.params.{key}"),
+                keys=(f"scheduler.params.{key}",),
             )
     for key in ("total_num_steps", "warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size"):
         value = params.get(key)
@@ -286,7 +287,10 @@ def _unknown_params(section: str, kind: str, params: dict[str, Any], known: froz
                 f"nearest known key: {section}.params.{meant}" if meant else "it takes " + ", ".join(sorted(known))
             )
             yield Problem(
-                f"{section}.params.{key}", detail, "rename it" if meant else "remove it", keys=(f"{section}.params",)
+                f"{section}.params.{key}",
+                detail,
+                "rename it" if meant else "remove it",
+                keys=(f"{section}.params.{key}",),
             )
 
 
@@ -300,12 +304,8 @@ def _rates(section: str, params: dict[str, Any], keys: tuple[str, ...]) -> Itera
                 f"{section}.params.{key}",
                 f"found {show(value)}; expected number",
                 "write the number without quotes",
-                keys=(f"{section}.params",),
+                keys=(f"{section}.params.{key}",),
             )
-
-
-def _titles() -> list[str]:
-    return ["Adagrad", "Adam", "AdamW", "Lamb", "MuAdam", "MuAdamW", "MuSGD", "Lion", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"]
 
 
 def _word(flag: bool) -> str:
@@ -318,11 +318,35 @@ def _is_default(s: ConfigSections, key: str) -> str:
 
 # ---- settings nothing reads where they stand ----
 
+_STAGE_3_ONLY = (
+    "offload_param",
+    "sub_group_size",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+    "memory_efficient_linear",
+    "pipeline_loading_checkpoint",
+    "override_module_apply",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "save_muon_momentum_buffer_in_memory",
+    "leaf_module",
+)
 _ZERO_STAGES: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(
-        ["offload_param", "sub_group_size", "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zeropp_loco_param", "mics_shard_size", "mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory", "leaf_module"],
-        (3, 3),
-    ),
+    **dict.fromkeys(_STAGE_3_ONLY, (3, 3)),
     "round_robin_gradients": (1, 2),
     "parameter_alignment": (1, 2),
     "elastic_checkpoint": (1, 2),

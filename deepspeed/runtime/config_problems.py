@@ -69,7 +69,7 @@ def config_error(problems: Sequence[Problem], origin: str) -> DeepSpeedConfigErr
 
 def show(value: Any, limit: int = 60) -> str:
     """A value as the user would write it in JSON, with its type: `"2" (string)`, `2.5 (number)`."""
-    kinds = {bool: "true/false", int: "integer", float: "number", str: "string", type(None): "null"}
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
     if isinstance(value, dict):
         kind = "mapping"
     elif isinstance(value, (list, tuple)):

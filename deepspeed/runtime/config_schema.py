@@ -4,22 +4,14 @@ Owns the top-level keys and their defaults. Sections live beside their feature. 
 (`config_walk.py`), the rules between sections (`config_checks.py`) or the attributes the engine reads (`config.py`).
 """
 
-from __future__ import annotations
-
 import math
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from deepspeed.autotuning.config import AutotuningConfig
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
-from deepspeed.compression.config import CompressionConfig
-from deepspeed.elasticity.config import ElasticityConfigModel
-from deepspeed.inference.quantization_config import WeightQuantConfig
-from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-from deepspeed.nebula.config import NebulaConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.config_misplaced import places
@@ -35,14 +27,7 @@ from deepspeed.runtime.config_types import (
     to_integer,
     to_real,
 )
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from deepspeed.runtime.data_pipeline.config import CurriculumLegacyConfig, DataEfficiencyConfig
-from deepspeed.runtime.early_config import (
-    AmpConfig,
-    ProgressiveLayerDropConfig,
-    QuantizeTrainingConfig,
-    SparseAttentionConfig,
-)
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, lazy_section
 from deepspeed.runtime.hybrid_engine_config import HybridEngineConfig
 from deepspeed.runtime.model_checkpointing.config import CheckpointConfig
 from deepspeed.runtime.optimizer_config import OptimizerConfig, SchedulerConfig
@@ -54,9 +39,38 @@ from deepspeed.runtime.precision_config import (
     TorchAutocastConfig,
 )
 from deepspeed.runtime.swap_tensor.aio_config import AioConfig
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import TimersConfig
+
+if TYPE_CHECKING:
+    from deepspeed.autotuning.config import AutotuningConfig
+    from deepspeed.compression.config import CompressionConfig
+    from deepspeed.elasticity.config import ElasticityConfigModel
+    from deepspeed.inference.quantization_config import WeightQuantConfig
+    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+    from deepspeed.nebula.config import NebulaConfig
+    from deepspeed.runtime.data_pipeline.config import CurriculumLegacyConfig, DataEfficiencyConfig
+    from deepspeed.runtime.early_config import (
+        AmpConfig,
+        ProgressiveLayerDropConfig,
+        QuantizeTrainingConfig,
+        SparseAttentionConfig,
+    )
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+else:  # sections few configs have: their classes are built when one is met
+    AutotuningConfig = lazy_section("deepspeed.autotuning.config", "AutotuningConfig")
+    CompressionConfig = lazy_section("deepspeed.compression.config", "CompressionConfig")
+    ElasticityConfigModel = lazy_section("deepspeed.elasticity.config", "ElasticityConfigModel")
+    WeightQuantConfig = lazy_section("deepspeed.inference.quantization_config", "WeightQuantConfig")
+    AutoEPConfig = lazy_section("deepspeed.module_inject.auto_ep_config", "AutoEPConfig")
+    NebulaConfig = lazy_section("deepspeed.nebula.config", "NebulaConfig")
+    CurriculumLegacyConfig = lazy_section("deepspeed.runtime.data_pipeline.config", "CurriculumLegacyConfig")
+    DataEfficiencyConfig = lazy_section("deepspeed.runtime.data_pipeline.config", "DataEfficiencyConfig")
+    AmpConfig = lazy_section("deepspeed.runtime.early_config", "AmpConfig")
+    ProgressiveLayerDropConfig = lazy_section("deepspeed.runtime.early_config", "ProgressiveLayerDropConfig")
+    QuantizeTrainingConfig = lazy_section("deepspeed.runtime.early_config", "QuantizeTrainingConfig")
+    SparseAttentionConfig = lazy_section("deepspeed.runtime.early_config", "SparseAttentionConfig")
+    TPTrainingConfig = lazy_section("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig")
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -205,7 +219,8 @@ class ConfigSections(DeepSpeedConfigModel):
     """Saving and loading. Example: {"tag_validation": "Fail"}."""
 
     datastates_ckpt: Any = False
-    """Settings of the DataStates checkpoint engine; any value but false turns it on. Example: {"host_cache_size": 16}."""
+    """Settings of the DataStates checkpoint engine; any value but false turns it on.
+    Example: {"host_cache_size": 16}."""
 
     nebula: NebulaConfig | None = None
     """Nebula checkpoints. Example: {"enabled": true}."""
@@ -264,13 +279,13 @@ class ConfigSections(DeepSpeedConfigModel):
 
     # ---- data, tuning, generation, compression ----
 
-    data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig)
+    data_efficiency: DataEfficiencyConfig | None = None
     """Curriculum, dynamic batches, random-LTD. Example: {"enabled": true}."""
 
     curriculum_learning: CurriculumLegacyConfig | None = None
     """Sequence-length curriculum of earlier releases. Example: {"enabled": true}."""
 
-    autotuning: AutotuningConfig = Field(default_factory=AutotuningConfig)
+    autotuning: AutotuningConfig | None = None
     """Autotuning. Example: {"enabled": true}."""
 
     elasticity: ElasticityConfigModel | None = None

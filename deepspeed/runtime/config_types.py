@@ -52,7 +52,7 @@ def refuse(expected: str) -> PydanticCustomError:
 
 def to_integer(value: Any) -> int:
     """int, an integral float (5e8) or anything with `__index__`; no bool, no string."""
-    if isinstance(value, bool) or isinstance(value, str) or value is None:
+    if isinstance(value, (bool, str)) or value is None:
         raise refuse("integer")
     if isinstance(value, float):
         if not value.is_integer():  # also False for inf and nan

@@ -8,13 +8,15 @@ mapping it is built from.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, field_serializer
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, field_serializer
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
 
@@ -62,7 +64,9 @@ class DeepSpeedConfigModel(BaseModel):
         """
         if not strict:
             data = {key: value for key, value in data.items() if not drops_auto(type(self), key, value)}
-        for move in deprecated_moves(type(self), data):
+        for move in list(deprecated_moves(type(self), data)):
+            if move.clash:
+                raise DeepSpeedConfigError(move.message(""))
             data = move.apply(data)
             _warn(move.message(type(self).__name__ + "."))
         super().__init__(**data)
@@ -90,7 +94,7 @@ class DeepSpeedConfigModel(BaseModel):
             _refuse_assignment(type(self).__name__, name)
         super().__setattr__(name, value)
 
-    @field_serializer("*", when_used="json", check_fields=False)
+    @field_serializer("dtype", when_used="json", check_fields=False)
     def serialize_torch_dtype(self, value: Any) -> Any:
         """A torch dtype is written to JSON as its text, `torch.bfloat16`."""
         return str(value) if type(value).__name__ == "dtype" else value
@@ -137,28 +141,35 @@ class DeprecatedMove:
     old: str
     """Key as written."""
     new: tuple[str, ...]
-    """Field names from the section down to the replacement; empty when nothing replaces it."""
+    """Keys from the section down to the replacement, spelled as the input spells them; empty when nothing does."""
     value: Any
     """Converted value."""
     sets_new: bool
     """Whether the value is carried over."""
+    clash: bool
+    """Whether the replacement is set as well."""
     note: str
     """Extra text of the deprecation."""
 
     def message(self, prefix: str) -> str:
         """The one line that names both keys, each after `prefix` (a key path with its dot, or nothing)."""
-        if not self.new:
-            return f"{prefix}{self.old} is deprecated and has no effect. {self.note}".rstrip()
-        if self.sets_new:
-            target = f"use {prefix}{'.'.join(self.new)}, which it sets"
+        new = prefix + ".".join(self.new)
+        if self.clash:
+            text = (
+                f"{prefix}{self.old} is deprecated and {new} replaces it, but both are set; remove {prefix}{self.old}"
+            )
+        elif not self.new:
+            text = f"{prefix}{self.old} is deprecated and has no effect."
+        elif self.sets_new:
+            text = f"{prefix}{self.old} is deprecated: use {new}, which it sets."
         else:
-            target = f"use {prefix}{'.'.join(self.new)}; it has no effect itself"
-        return f"{prefix}{self.old} is deprecated: {target}. {self.note}".rstrip()
+            text = f"{prefix}{self.old} is deprecated and has no effect: use {new}."
+        return f"{text} {self.note}".rstrip()
 
     def apply(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """`data` without the old key and, if the value is carried over, with the new one set."""
         out = {key: value for key, value in data.items() if key != self.old}
-        if self.new and self.sets_new:
+        if self.new and self.sets_new and not self.clash:
             block = out
             for name in self.new[:-1]:
                 inner = block.get(name)
@@ -169,55 +180,86 @@ class DeprecatedMove:
 
 
 def deprecated_moves(model: type[BaseModel], data: Mapping[str, Any]) -> Iterator[DeprecatedMove]:
-    """The deprecated keys present in `data`.
-
-    Raises:
-        DeepSpeedConfigError: a deprecated key and its replacement are both set.
-    """
+    """The deprecated keys present in `data`, in order."""
     for key, value in data.items():
-        found = find_field(model, key)
+        found = find_field(model, key) if isinstance(key, str) else None
         extra = field_metadata(found[1]) if found else {}
         if not extra.get("deprecated"):
             continue
-        new = tuple(str(extra["new_param"]).split(".")) if extra.get("new_param") else ()
+        names = str(extra["new_param"]).split(".") if extra.get("new_param") else []
+        spelled, taken = _spelled(model, data, names)
         convert: Callable[[Any], Any] = extra.get("new_param_fn") or (lambda same: same)
-        move = DeprecatedMove(
+        sets_new = bool(extra.get("set_new_param", True))
+        yield DeprecatedMove(
             old=key,
-            new=new,
+            new=spelled,
             value=convert(value),
-            sets_new=bool(extra.get("set_new_param", True)),
+            sets_new=sets_new,
+            clash=taken and sets_new,
             note=str(extra.get("deprecated_msg", "")),
         )
-        if new and move.sets_new and _is_set(model, data, new):
-            raise DeepSpeedConfigError(
-                f"{key} is deprecated and {'.'.join(new)} replaces it, but both are set; remove {key}"
-            )
-        yield move
 
 
-def _is_set(model: type[BaseModel], data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether the field at `path` is given in `data`, under its name or its alias at every level."""
-    field = model.model_fields.get(path[0])
-    spellings = {path[0], field.alias if field else None}
-    for key in spellings & data.keys():
-        if len(path) == 1:
-            return data[key] is not None
-        inner = nested_model(field) if field else None
-        if isinstance(data[key], Mapping) and inner is not None:
-            return _is_set(inner, data[key], path[1:])
-    return False
+def _spelled(model: type[BaseModel], data: Mapping[str, Any], names: list[str]) -> tuple[tuple[str, ...], bool]:
+    """`names` with each level spelled as `data` spells it (name or alias), and whether the last one is set."""
+    spelled: list[str] = []
+    current: type[BaseModel] | None = model
+    block: Any = data
+    for name in names:
+        field = current.model_fields.get(name) if current is not None else None
+        alias = field.alias if field is not None and field.alias else name
+        spelled.append(alias if isinstance(block, Mapping) and alias in block else name)
+        block = block.get(spelled[-1]) if isinstance(block, Mapping) else None
+        current = nested_model(field) if field is not None else None
+    return tuple(spelled), bool(names) and block is not None
+
+
+@dataclass(frozen=True)
+class LazySection:
+    """Metadata of a field whose section class is imported only when a config has the section."""
+
+    module: str
+    name: str
+
+    def load(self) -> type[DeepSpeedConfigModel]:
+        """The section class."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def build(self, value: Any) -> DeepSpeedConfigModel:
+        """The section from a mapping, or as it is."""
+        model = self.load()
+        if isinstance(value, model):
+            return value
+        if not isinstance(value, Mapping):
+            raise PydanticKnownError("dict_type")
+        return model(**value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Build the section when it is met."""
+        return core_schema.no_info_plain_validator_function(self.build)
+
+
+def lazy_section(module: str, name: str) -> Any:
+    """Annotation of a section class that is imported when first needed; most configs have few sections."""
+    return Annotated[Any, LazySection(module, name)]
 
 
 def nested_model(field: FieldInfo) -> type[DeepSpeedConfigModel] | None:
     """The section class of a field that holds one (also `Section | None` and `bool | Section`)."""
-    return next(iter(_models(field.annotation)), None)
+    lazy = next((item for item in field.metadata if isinstance(item, LazySection)), None)
+    return lazy.load() if lazy else next(iter(_models(field.annotation)), None)
 
 
 def _models(annotation: Any) -> Iterator[type[DeepSpeedConfigModel]]:
     if isinstance(annotation, type) and issubclass(annotation, DeepSpeedConfigModel):
         yield annotation
-    elif getattr(annotation, "__origin__", None) not in (list, dict, tuple):
-        for inner in getattr(annotation, "__args__", ()):
+    elif get_origin(annotation) is Annotated:
+        for item in annotation.__metadata__:
+            if isinstance(item, LazySection):
+                yield item.load()
+        yield from _models(annotation.__origin__)
+    elif get_origin(annotation) not in (list, dict, tuple):
+        for inner in get_args(annotation):
             yield from _models(inner)
 
 

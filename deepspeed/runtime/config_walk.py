@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem, near_miss, nearest, show
+from deepspeed.runtime.config_problems import Problem, near_miss, nearest, show
 from deepspeed.runtime.config_report import Report
 from deepspeed.runtime.config_types import Rule
 from deepspeed.runtime.config_utils import (
@@ -110,11 +110,11 @@ def _clean_value(
             report.auto_keys.append(written)
             return False, None
         return True, value
-    if value is None and not _takes_none(field):
-        # A null block or a null switch means "not set" in generated configs.
-        if inner is not None or ("." not in here and here != "gradient_clipping"):
-            report.adjustments.append(f"{written}: null is taken as absent")
-            return False, None
+    # A null section or a null top-level setting means "not set" in generated configs; for clipping it means "off".
+    absent = inner is not None or ("." not in here and here != "gradient_clipping")
+    if value is None and absent and not _takes_none(field):
+        report.adjustments.append(f"{written}: null is taken as absent")
+        return False, None
     if inner is not None and value is not None:
         if not isinstance(value, Mapping):
             report.taint(here)
@@ -171,17 +171,15 @@ def _floor(field: FieldInfo, value: Any, written: str, report: Report) -> Any:
 def _move_deprecated(
     model: type[DeepSpeedConfigModel], data: Mapping[str, Any], path: str, report: Report
 ) -> Mapping[str, Any]:
-    prefix = join(report.written(path), "") if path else ""
-    kept = {key: value for key, value in data.items() if not (value == AUTO and isinstance(key, str))}
-    try:
-        moves = list(deprecated_moves(model, kept))
-    except DeepSpeedConfigError as error:
-        report.taint(path or "*")
-        report.add(Problem(report.written(path) or "config", str(error)))
-        return data
-    for move in moves:
+    """`data` with the values of deprecated keys under their new names; "auto" is left to the caller."""
+    prefix = report.written(path) + "." if path else ""
+    settled = {key: value for key, value in data.items() if not (isinstance(value, str) and value == AUTO)}
+    for move in deprecated_moves(model, settled):
         data = move.apply(data)
-        report.deprecations.append(move.message(prefix))
+        if move.clash:
+            report.problems.append(Problem(prefix + move.old, move.message(prefix)))
+        else:
+            report.deprecations.append(move.message(prefix))
     return data
 
 
@@ -209,7 +207,7 @@ def validate(model: type[Section], cleaned: dict[str, Any], report: Report) -> S
 
     Returns None when even that is impossible, which leaves the rules between sections unchecked.
     """
-    for _ in range(8):  # a value removed can uncover a rule of its section; that ends quickly
+    while True:  # a value removed can uncover a rule of its section; each round removes at least one
         try:
             return model(strict=True, **cleaned)
         except ValidationError as error:
@@ -223,7 +221,6 @@ def validate(model: type[Section], cleaned: dict[str, Any], report: Report) -> S
                 removed |= _remove(cleaned, full.split("."))
             if not removed:
                 return None
-    return None
 
 
 def _remove(data: Any, path: list[str]) -> bool:
@@ -245,7 +242,7 @@ def _problem(model: type[DeepSpeedConfigModel], detail: ErrorDetails, path: str,
         expected = describe(field) if field else "a value"
         return Problem(written, f"missing; expected {expected}", "add it", keys=(path,))
     default = field is not None and not field.is_required()
-    change = f"set it to one of those or remove it (default {default_text(field)})" if default and field else ""
+    change = f"change it, or remove it (default {default_text(field)})" if default and field else ""
     expected = str(detail.get("ctx", {}).get("expected") or "") if detail["type"] == "ds_value" else ""
     if field is not None:
         expected = describe(field) if len(expected) <= len(describe(field)) else expected
@@ -313,7 +310,7 @@ def _metadata(field: FieldInfo) -> list[Any]:
     while pending:
         annotation = pending.pop()
         if typing.get_origin(annotation) is Annotated:
-            for item in annotation.__metadata__:
+            for item in getattr(annotation, "__metadata__", ()):
                 found += item.metadata if isinstance(item, FieldInfo) else [item]
         if typing.get_origin(annotation) in (Annotated, typing.Union, types.UnionType):
             pending += typing.get_args(annotation)

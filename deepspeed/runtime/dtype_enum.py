@@ -39,7 +39,7 @@ def inference_dtype_enum() -> Any:
         (name, (torch_dtype(name), f"torch.{spellings[1] if len(spellings) > 1 else name}", *spellings))
         for name, spellings in DTYPE_SPELLINGS.items()
     ]
-    enum: Any = Enum("DtypeEnum", members)  # type: ignore[misc]
+    enum = Enum("DtypeEnum", members)  # type: ignore[misc]
     enum.__module__ = "deepspeed.inference.config"
-    enum.from_str = classmethod(_from_str)
+    enum.from_str = classmethod(_from_str)  # type: ignore[attr-defined]
     return enum

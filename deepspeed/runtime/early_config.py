@@ -3,11 +3,9 @@
 Owns their fields only.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from deepspeed.runtime.config_types import Flag, Integer, Real
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -16,7 +14,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 class AmpConfig(DeepSpeedConfigModel):
     """`amp`: Apex AMP; all keys but `enabled` are handed to apex.amp.initialize."""
 
-    model_config = {**DeepSpeedConfigModel.model_config, "extra": "allow"}
+    model_config = ConfigDict(extra="allow")
     free_keys = True
 
     enabled: Flag = False

@@ -1,7 +1,5 @@
 """Section `hybrid_engine`: training and generation with one set of weights."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

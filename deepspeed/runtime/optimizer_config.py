@@ -4,8 +4,6 @@ Owns the tables of parameter names, which are data: no optimizer class is import
 tables (any other torch.optim or torch.optim.lr_scheduler name) are checked by whoever builds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,55 +35,94 @@ DEEPSPEED_OPTIMIZERS = [
     MUON_OPTIMIZER,
     *ONEBIT_OPTIMIZERS,
 ]
+BUILT_IN_TITLES = (
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "MuAdam",
+    "MuAdamW",
+    "MuSGD",
+    "OneBitAdam",
+    "ZeroOneAdam",
+    "OneBitLamb",
+)
+"""The built-in names as the reference page writes them."""
 TORCH_ADAM_PARAM = "torch_adam"
 ADAM_W_MODE = "adam_w_mode"
 ADAM_W_MODE_DEFAULT = True
 
-_ADAM = frozenset(
-    ["lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "foreach", "fused", "maximize", "capturable", "differentiable", "fp32_optimizer_states", "set_grad_none", "max_grad_norm"]
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_ADAM = _names(
+    "lr betas eps weight_decay bias_correction amsgrad torch_adam adam_w_mode foreach fused "
+    "maximize capturable differentiable fp32_optimizer_states set_grad_none max_grad_norm"
 )
-_ONEBIT = frozenset(
-    ["lr", "freeze_step", "bias_correction", "betas", "eps", "eps_inside_sqrt", "weight_decay", "max_grad_norm", "amsgrad", "cuda_aware", "comm_backend_name"]
+_ONEBIT = _names(
+    "lr freeze_step bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm amsgrad "
+    "cuda_aware comm_backend_name"
 )
 OPTIMIZER_PARAMS: dict[str, frozenset[str]] = {
     ADAM_OPTIMIZER: _ADAM,
     ADAMW_OPTIMIZER: _ADAM,
-    ADAGRAD_OPTIMIZER: frozenset(
-        ["lr", "lr_decay", "initial_accumulator_value", "eps", "weight_decay", "amsgrad", "fp32_optimizer_states", "foreach", "fused", "maximize", "differentiable", "max_grad_norm"]
+    ADAGRAD_OPTIMIZER: _names(
+        "lr lr_decay initial_accumulator_value eps weight_decay amsgrad fp32_optimizer_states foreach "
+        "fused maximize differentiable max_grad_norm"
     ),
-    LAMB_OPTIMIZER: frozenset(
-        ["lr", "bias_correction", "betas", "eps", "eps_inside_sqrt", "weight_decay", "max_grad_norm", "max_coeff", "min_coeff", "amsgrad"]
+    LAMB_OPTIMIZER: _names(
+        "lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad"
     ),
-    LION_OPTIMIZER: frozenset(["lr", "betas", "weight_decay", "fp32_optimizer_states", "set_grad_none", "max_grad_norm"]),
-    MUON_OPTIMIZER: frozenset(
-        ["lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "per_head_muon", "adam_w_mode", "torch_adam", "max_grad_norm"]
+    LION_OPTIMIZER: _names("lr betas weight_decay fp32_optimizer_states set_grad_none max_grad_norm"),
+    MUON_OPTIMIZER: _names(
+        "lr muon_lr adam_lr momentum weight_decay betas eps ns_method per_head_muon adam_w_mode "
+        "torch_adam max_grad_norm"
     ),
     ONEBIT_ADAM_OPTIMIZER: _ONEBIT,
-    ZERO_ONE_ADAM_OPTIMIZER: _ONEBIT
-    | frozenset(["var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"]),
-    ONEBIT_LAMB_OPTIMIZER: _ONEBIT
-    | frozenset(["max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold"]),
+    ZERO_ONE_ADAM_OPTIMIZER: _ONEBIT | _names("var_freeze_step var_update_scaler local_step_scaler local_step_clipper"),
+    ONEBIT_LAMB_OPTIMIZER: _ONEBIT | _names("max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold"),
 }
 """Lower-case type -> parameter names it takes. MuAdam, MuAdamW and MuSGD pass everything on to the mup package."""
 
-TORCH_OPTIMIZERS = (
-    ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"]
-)
+TORCH_OPTIMIZERS = [
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "LBFGS",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "SparseAdam",
+]
 """Names of torch.optim, for the nearest-name hint; a name that is not here may still exist in the installed torch."""
 
 SCHEDULER_PARAMS: dict[str, frozenset[str]] = {
-    "LRRangeTest": frozenset(
-        ["lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase", "last_batch_iteration"]
+    "LRRangeTest": _names(
+        "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
+        "last_batch_iteration"
     ),
-    "OneCycle": frozenset(
-        ["cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate", "last_batch_iteration"]
+    "OneCycle": _names(
+        "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+        "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
+        "cycle_max_mom decay_mom_rate last_batch_iteration"
     ),
-    "WarmupLR": frozenset(["warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration"]),
-    "WarmupDecayLR": frozenset(
-        ["total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration"]
+    "WarmupLR": _names("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"),
+    "WarmupDecayLR": _names(
+        "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
     ),
-    "WarmupCosineLR": frozenset(
-        ["total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", "last_batch_iteration"]
+    "WarmupCosineLR": _names(
+        "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration"
     ),
 }
 """Type -> parameter names it takes."""

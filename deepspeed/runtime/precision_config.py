@@ -4,13 +4,12 @@ Owns their fields and the arithmetic that follows from them (first loss scale, s
 combination rules between sections (`config_checks.py`) nor what is done with the numbers (`precision.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import (
     AnyDtype,
@@ -69,7 +68,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     """[stages 0-3] Keep master weights and gradients in fp16 instead of fp32. Example: true."""
 
     @model_validator(mode="after")
-    def _dynamic_scale_can_move(self) -> DeepSpeedFP16Config:
+    def _dynamic_scale_can_move(self) -> Self:
         if self.enabled and self.loss_scale == 0:
             for name in ("loss_scale_window", "min_loss_scale"):
                 value = getattr(self, name)
@@ -86,7 +85,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         return 2.0**self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Arguments of the dynamic scaler: init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis."""
+        """Keyword arguments of the dynamic scaler."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -158,7 +157,8 @@ class DataTypesConfig(DeepSpeedConfigModel):
         Rule(_fp32_module_patterns, '"auto" or a list of module or buffer name patterns'),
     ] = AUTO
     """Modules and buffers that stay fp32 beside 16-bit weights, by name pattern (parameters and buffers below a
-    matching module both stay); "auto" follows the attributes a transformers model declares. Example: ["norm", "lm_head"]."""
+    matching module both stay); "auto" follows the attributes a transformers model declares.
+    Example: ["norm", "lm_head"]."""
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:

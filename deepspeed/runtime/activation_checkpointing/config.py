@@ -1,7 +1,5 @@
 """Section `activation_checkpointing`: what `deepspeed.checkpointing` does with saved activations."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

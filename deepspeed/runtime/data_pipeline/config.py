@@ -4,13 +4,12 @@ Owns the fields. Does not own samplers and schedulers. Metric schedules keep the
 mapping: which keys those are depends on `schedule_type`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -64,7 +63,7 @@ class CurriculumMetricConfig(DeepSpeedConfigModel):
     """Keys of the schedule. Example: {"total_curriculum_step": 1000, "difficulty_step": 8}."""
 
     @model_validator(mode="after")
-    def _schedule_complete(self) -> CurriculumMetricConfig:
+    def _schedule_complete(self) -> Self:
         _check_schedule(self.schedule_type, self.schedule_config)
         return self
 
@@ -84,7 +83,7 @@ class CurriculumConfig(DeepSpeedConfigModel):
     """Metric name -> its schedule; required when enabled. Example: {}."""
 
     @model_validator(mode="after")
-    def _has_metrics(self) -> CurriculumConfig:
+    def _has_metrics(self) -> Self:
         if self.enabled and not self.curriculum_metrics:
             raise _missing("curriculum_metrics", "with curriculum_learning.enabled true")
         return self
@@ -120,7 +119,7 @@ class DynamicBatchingConfig(DeepSpeedConfigModel):
     """Print the batches formed. Example: true."""
 
     @model_validator(mode="after")
-    def _has_limit(self) -> DynamicBatchingConfig:
+    def _has_limit(self) -> Self:
         if self.enabled and self.max_tokens is None:
             raise _missing("max_tokens", "with dynamic_batching.enabled true")
         return self
@@ -261,7 +260,7 @@ class CurriculumLegacyConfig(DeepSpeedConfigModel):
     """Keys of the schedule. Example: {"total_curriculum_step": 1000, "difficulty_step": 8}."""
 
     @model_validator(mode="after")
-    def _schedule_complete(self) -> CurriculumLegacyConfig:
+    def _schedule_complete(self) -> Self:
         if self.enabled:
             for key in ("min_difficulty", "max_difficulty", "schedule_type"):
                 if getattr(self, key) is None:

@@ -1,7 +1,5 @@
 """Section `checkpoint`: how checkpoints are written, checked and kept."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

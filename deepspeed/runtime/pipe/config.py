@@ -1,7 +1,5 @@
 """Section `pipeline`: settings read by the pipeline engine; without a PipelineModule it changes nothing."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Section `aio`: how files on nvme are read and written. Sizes are bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

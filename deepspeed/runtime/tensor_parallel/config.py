@@ -3,13 +3,12 @@
 Owns the fields and the form of user rules. Does not own how rules are applied to a model (`module_inject/`).
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer, Rule, TextList, TorchDtype, lower_word, refuse, torch_dtype
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -34,10 +33,8 @@ def _shape(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, (list, tuple)) or not value:
         raise refuse(expected)
     nested = [item for item in value if isinstance(item, (list, tuple))]
-    flat = [item for item in value if not isinstance(item, (list, tuple))]
-    if len(nested) > 1 or not all(
-        isinstance(n, int) and not isinstance(n, bool) for n in [*flat, *sum(map(list, nested), [])]
-    ):
+    numbers = [item for item in value if not isinstance(item, (list, tuple))] + [n for part in nested for n in part]
+    if len(nested) > 1 or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         raise refuse(expected)
     return tuple(tuple(item) if isinstance(item, (list, tuple)) else item for item in value)
 
@@ -142,7 +139,7 @@ class TPTrainingConfig(DeepSpeedConfigModel):
     """Present for symmetry with inference. Example: false."""
 
     @model_validator(mode="after")
-    def _one_size(self) -> TPTrainingConfig:
+    def _one_size(self) -> Self:
         size = self.tensor_parallel.tp_size
         if size not in (1, self.autotp_size):
             raise PydanticCustomError(

@@ -3,8 +3,6 @@
 Owns the fields; the executor is elsewhere.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field
