@@ -13,8 +13,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepspeed.accelerator.real_accelerator import get_accelerator
+    from deepspeed.comm import is_initialized
     from deepspeed.runtime.dataloader import RepeatingLoader
-    from deepspeed.utils.comms_logging import get_caller_func
+    from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
+    from deepspeed.utils.exceptions import DeprecatedException
     from deepspeed.utils.groups import (
         get_data_parallel_group,
         get_data_parallel_rank,
@@ -30,13 +33,15 @@ if TYPE_CHECKING:
         set_tensor_model_parallel_rank,
         set_tensor_model_parallel_world_size,
     )
-    from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state, link_hp_params
+    from deepspeed.utils.init_on_device import OnDevice
+    from deepspeed.utils.logging import log_dist, log_dist_once, logger, set_log_level_from_string
+    from deepspeed.utils.module_utils import recursive_getattr, recursive_setattr
+    from deepspeed.utils.numa import get_numactl_cmd
+    from deepspeed.utils.nvtx import instrument_w_nvtx
     from deepspeed.utils.tensor_fragment import (
         fragment_address,
         get_full_hp_grad,
         get_full_hp_param,
-        get_hp_fragment_mapping,
-        map_to_flat_opt_states,
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
@@ -52,18 +57,7 @@ if TYPE_CHECKING:
         safe_update_full_grad_vectorized,
         set_full_hp_grad,
         set_full_hp_param,
-        tensor_fragment,
     )
-
-    from deepspeed.accelerator.real_accelerator import get_accelerator
-    from deepspeed.comm import is_initialized
-    from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
-    from deepspeed.utils.exceptions import DeprecatedException
-    from deepspeed.utils.init_on_device import OnDevice
-    from deepspeed.utils.logging import log_dist, log_dist_once, logger, set_log_level_from_string
-    from deepspeed.utils.module_utils import recursive_getattr, recursive_setattr
-    from deepspeed.utils.numa import get_numactl_cmd
-    from deepspeed.utils.nvtx import instrument_w_nvtx
     from deepspeed.utils.z3_leaf_module import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -82,7 +76,6 @@ _EXPORTS: dict[str, str] = {
         "deepspeed.comm": "is_initialized",
         "deepspeed.runtime.dataloader": "RepeatingLoader",
         "deepspeed.utils.bwc": "bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_world_size",
-        "deepspeed.utils.comms_logging": "get_caller_func",
         "deepspeed.utils.exceptions": "DeprecatedException",
         "deepspeed.utils.groups": """
             get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size
@@ -92,17 +85,16 @@ _EXPORTS: dict[str, str] = {
             initialize""",
         "deepspeed.utils.init_on_device": "OnDevice",
         "deepspeed.utils.logging": "log_dist log_dist_once logger set_log_level_from_string",
-        "deepspeed.utils.mixed_precision_linkage": "lazy_init_hp_params_optimizer_state link_hp_params",
         "deepspeed.utils.module_utils": "recursive_getattr recursive_setattr",
         "deepspeed.utils.numa": "get_numactl_cmd",
         "deepspeed.utils.nvtx": "instrument_w_nvtx",
         "deepspeed.utils.tensor_fragment": """
-            fragment_address get_full_hp_grad get_full_hp_param get_hp_fragment_mapping map_to_flat_opt_states
+            fragment_address get_full_hp_grad get_full_hp_param
             safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
             safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
             safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
             safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
-            safe_update_full_grad_vectorized set_full_hp_grad set_full_hp_param tensor_fragment""",
+            safe_update_full_grad_vectorized set_full_hp_grad set_full_hp_param""",
         "deepspeed.utils.z3_leaf_module": """
             get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
             set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter""",
@@ -126,6 +118,7 @@ _SUBMODULES = frozenset(
         "nvtx",
         "pin_memory",
         "pin_memory_tracker",
+        "tensor_fragment",
         "timer",
         "torch",
         "types",
@@ -150,10 +143,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps exported names that are also names of submodules (`z3_leaf_module`, `tensor_fragment`).
+    """Keeps an exported name that is also the name of a submodule (`z3_leaf_module`).
 
-    The import system binds each loaded submodule as an attribute of its package; for these two names clients expect
-    the function and the class, before and after the submodule has been loaded.
+    The import system binds each loaded submodule as an attribute of its package; for such a name clients expect the
+    export, before and after the submodule has been loaded.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

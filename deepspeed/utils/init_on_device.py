@@ -6,11 +6,12 @@ partitioned construction (`deepspeed.zero.Init`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["OnDevice"]
@@ -43,47 +44,13 @@ class _ConstructorMode(TorchFunctionMode):
         return made.to(self._dtype) if self._dtype is not None and made.is_floating_point() else made
 
 
-class _LegacyConstructor:
-    """Replaces ``torch.Tensor.__new__``, so ``torch.Tensor(4, 3)``, which no mode can see, obeys the context too.
-
-    Shared by nested contexts: installed by the first, removed by the last, whatever the order of exits.
-    """
-
-    def __init__(self) -> None:
-        self._active: list[OnDevice] = []
-        self._lock = threading.Lock()
-
-    def enter(self, context: OnDevice) -> None:
-        with self._lock:
-            if not self._active:
-                self._original = torch.Tensor.__new__
-                torch.Tensor.__new__ = self._make  # type: ignore[method-assign,assignment]
-            self._active.append(context)
-
-    def exit(self, context: OnDevice) -> None:
-        with self._lock:
-            self._active.remove(context)
-            if not self._active:
-                # torch.Tensor inherits the constructor; without our attribute it is found there again.
-                del torch.Tensor.__new__
-
-    def _make(self, cls: type, *args: Any, **kwargs: Any) -> Any:
-        sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
-        context = self._active[-1]
-        if cls is not torch.Tensor or kwargs or not all(type(size) is int for size in sizes) or not sizes:
-            return self._original(cls, *args, **kwargs)
-        return torch.empty(sizes, device=context.device, dtype=context.dtype)
-
-
-_legacy = _LegacyConstructor()
-
-
 class OnDevice:
-    """Context manager: tensors made by plain constructors get a device and a dtype.
+    """Context manager: tensors made by plain constructors, and all parameters, get a device and a dtype.
 
-    Covers ``torch.empty``, ``zeros``, ``ones``, ``full``, the ``Tensor.new_*`` forms of these (dtype only: they follow
-    the tensor's device), and ``torch.Tensor(sizes...)``, which is what modules allocate parameters with. A device given
-    in the call wins; floating point results get ``dtype`` even if the call names another one; integers keep theirs.
+    Covers ``torch.empty``, ``zeros``, ``ones``, ``full`` and the ``Tensor.new_*`` forms of these (dtype only: they
+    follow the tensor's device). A device given in the call wins; floating point results get ``dtype`` even if the call
+    names another one; integers keep theirs. A parameter whose values came from elsewhere (``torch.Tensor(4, 3)``,
+    ``torch.randn``) is moved when a module takes it.
 
     Example::
 
@@ -102,17 +69,39 @@ class OnDevice:
         self.dtype = dtype
         self.device = device
         self.enabled = enabled
-        self._modes: list[_ConstructorMode] = []
+        self._open: list[tuple[_ConstructorMode, Any]] = []
+        # Tied parameters are registered several times and must stay one object. The original is kept, so that its id
+        # is not given to another parameter meanwhile.
+        self._moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def _move_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        """Registration hook: returns what the module takes instead of ``param`` (None: ``param`` itself)."""
+        if type(param) is not nn.Parameter:
+            return None  # None, lazy and quantized parameters manage themselves
+        if id(param) in self._moved:
+            return self._moved[id(param)][1]
+        dtype = self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
+        data = param.data.to(device=self.device, dtype=dtype)
+        if data.device == param.device and data.dtype == param.dtype:
+            return None
+        moved = nn.Parameter(data, requires_grad=param.requires_grad)
+        moved.__dict__.update(param.__dict__)
+        self._moved[id(param)] = (param, moved)
+        return moved
 
     def __enter__(self) -> OnDevice:
         if self.enabled:
             mode = _ConstructorMode(self.dtype, self.device)
             mode.__enter__()
-            self._modes.append(mode)
-            _legacy.enter(self)
+            # torch annotates the hook as returning None, and documents that a parameter it returns is taken instead.
+            hook = cast("Callable[..., None]", self._move_parameter)
+            self._open.append((mode, register_module_parameter_registration_hook(hook)))
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         if self.enabled:
-            _legacy.exit(self)
-            self._modes.pop().__exit__(exc_type, exc_value, traceback)
+            mode, hook = self._open.pop()
+            hook.remove()
+            mode.__exit__(exc_type, exc_value, traceback)
+            if not self._open:
+                self._moved.clear()

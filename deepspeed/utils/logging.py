@@ -53,8 +53,8 @@ class _CurrentStdoutHandler(logging.StreamHandler[TextIO]):
     def __init__(self, level: int) -> None:
         logging.Handler.__init__(self, level)
 
-    @property  # type: ignore[override]
-    def stream(self) -> TextIO:
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stdout
 
 
