@@ -1,0 +1,130 @@
+"""The Adam and AdamW update over all parameters of a group: torch's fused kernels, made safe for any mix of tensors.
+
+Owns: grouping by device, dtype and step count, bias correction, the fused calls. Does not own: groups, state creation.
+Invariant: where torch's fused optimizer is defined (one dtype, contiguous tensors) the result equals it bit by bit.
+
+With m, v the moments, g the gradient, t the step (Kingma and Ba, "Adam", ICLR 2015; Loshchilov and Hutter, "Decoupled
+Weight Decay Regularization", ICLR 2019):
+
+    g += weight_decay * p                       if not decoupled
+    p *= 1 - lr * weight_decay                  if decoupled
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    p -= lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+Without bias correction the two brackets 1 - beta^t are 1, which is their value at t = infinity: the kernels are given
+that step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.ops.elementwise import Row, run_staged
+from deepspeed.ops.optimizer_base import StateOptimizer
+
+_NATIVE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """Hyper-parameters of one call. `lr` may be a tensor, as in torch."""
+
+    lr: float | torch.Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    bias_correction: bool
+    amsgrad: bool = False
+
+    @classmethod
+    def of_group(cls, group: dict[str, Any], *, decoupled: bool) -> AdamRule:
+        """The rule of a parameter group; groups may lack the optional keys, e.g. those of another optimizer's file."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=decoupled,
+            bias_correction=group.get("bias_correction", True),
+            amsgrad=group.get("amsgrad", False),
+        )
+
+
+def adam_update_group(optimizer: StateOptimizer, group: dict[str, Any], rule: AdamRule) -> None:
+    """Update every parameter of the group that has a gradient; makes `exp_avg`, `exp_avg_sq` and `step` at first use.
+
+    Parameters of one device, dtype and step count go to one fused call; the others one by one through fp32 scratch.
+    """
+    # (device, dtype, step) -> columns [params, grads, exp_avgs, exp_avg_sqs(, max_exp_avg_sqs)]
+    columns: dict[tuple[torch.device, torch.dtype, int], list[list[torch.Tensor]]] = {}
+    keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if rule.amsgrad else ("exp_avg", "exp_avg_sq")
+    states = optimizer.state
+    for param in group["params"]:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "
+                "use a dense gradient (`sparse=False` in the embedding) or torch.optim.SparseAdam"
+            )
+        state = states[param]
+        if not state:
+            optimizer.check_param(param)
+            state["step"] = 0
+            for key in keys:
+                state[key] = optimizer.new_state(param)
+        state["step"] = step = state["step"] + 1
+        row: Row = [param, grad, *(state[key] for key in keys)]
+        dtype = param.dtype
+        if dtype in _NATIVE and all(t.dtype is dtype and t.is_contiguous() for t in row):
+            batch = columns.setdefault((param.device, dtype, step), [[] for _ in row])
+            for column, tensor in zip(batch, row, strict=True):
+                column.append(tensor)
+        else:
+            run_staged(_Fused(rule, _step_tensor(rule, step, param.device)), row)
+    for (device, _, step), batch in columns.items():
+        _Fused(rule, _step_tensor(rule, step, device))(batch)
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """One call of torch's fused kernel; `step` is a 0-dim fp32 tensor on the device of the parameters."""
+
+    rule: AdamRule
+    step: torch.Tensor
+
+    def __call__(self, columns: list[list[torch.Tensor]]) -> None:
+        rule = self.rule
+        params, grads, exp_avgs, exp_avg_sqs, *rest = columns
+        kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+        kernel(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            rest[0] if rest else [],
+            [self.step] * len(params),
+            lr=rule.lr,
+            beta1=rule.beta1,
+            beta2=rule.beta2,
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            amsgrad=rule.amsgrad,
+            maximize=False,
+            grad_scale=None,
+            found_inf=None,
+        )
+
+
+def _step_tensor(rule: AdamRule, step: int, device: torch.device) -> torch.Tensor:
+    return torch.full((), step if rule.bias_correction else math.inf, dtype=torch.float32, device=device)
