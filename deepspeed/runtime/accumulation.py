@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass
 class GradAccumulation:
-    """``steps`` micro-steps per window. ``managed`` False: the caller scales losses and every ``step()`` is a boundary."""
+    """``steps`` micro-steps per window. ``managed`` False: the caller scales losses, every ``step()`` is a boundary."""
 
     steps: int
     managed: bool = True

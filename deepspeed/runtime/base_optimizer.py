@@ -30,7 +30,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(optimizer).__name__}.zero_grad"
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -38,7 +38,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = value
 
     @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         return self.optimizer.state
 
     @state.setter
@@ -46,7 +46,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = value
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults
 
     def __repr__(self) -> str:

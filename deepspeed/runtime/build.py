@@ -8,7 +8,7 @@ The only place that reads feature config and puts collaborators together, as sma
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +54,9 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Everything ``deepspeed.initialize`` does after its arguments have been looked at."""
     if not dist.is_initialized() and dist_init_required is not False:
-        dist.init_distributed(dist_backend=None, distributed_port=distributed_port, dist_init_required=dist_init_required)
+        dist.init_distributed(
+            dist_backend=None, distributed_port=distributed_port, dist_init_required=dist_init_required
+        )
     mesh = build_mesh(config, mpu, mesh_param)
     parsed = DeepSpeedConfig.parse(config, strict=strict_config()).resolve(mesh.size("dp"))
     tell_about_config(parsed)
@@ -65,7 +67,7 @@ def build_engine(
     if mesh.size("zero") > 1:
         agree_on_model(model, group)
         broadcast_module(model, group)
-    accumulation = GradAccumulation(parsed.gradient_accumulation_steps, parsed.managed_gradient_accumulation)
+    accumulation = GradAccumulation(parsed.gradient_accumulation_steps or 1, parsed.managed_gradient_accumulation)
     basic = choose_optimizer(parsed, model, optimizer, model_parameters, precision)
     wrapped = wrap_optimizer(basic, parsed, mesh, precision, names, model, accumulation) if basic is not None else None
     schedule = choose_scheduler(parsed, lr_scheduler, basic)
@@ -171,7 +173,9 @@ def build_precision(config: DeepSpeedConfig, model: nn.Module) -> PrecisionPolic
     )
     accelerator = get_accelerator()
     if fp16.enabled and not accelerator.is_fp16_supported():
-        raise ValueError(f"fp16.enabled: accelerator {accelerator.device_name()!r} cannot compute in fp16; use bf16 or fp32")
+        raise ValueError(
+            f"fp16.enabled: accelerator {accelerator.device_name()!r} cannot compute in fp16; use bf16 or fp32"
+        )
     if bf16.enabled and not accelerator.is_bf16_supported():
         raise ValueError(f"bf16.enabled: accelerator {accelerator.device_name()!r} cannot compute in bf16; use fp32")
     dtype = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32
@@ -187,9 +191,7 @@ def build_precision(config: DeepSpeedConfig, model: nn.Module) -> PrecisionPolic
         autocast=autocast_dtype,
         autocast_comm_modules=tuple(DEFAULT_AUTOCAST_MODULES if modules is None else modules),
         keep_fp32=fp32_patterns(types.keep_in_fp32_modules, model),
-        check_overflow=fp16.enabled
-        or (bf16.enabled and bf16.check_grad_overflow)
-        or autocast_dtype == torch.float16,
+        check_overflow=fp16.enabled or (bf16.enabled and bf16.check_grad_overflow) or autocast_dtype == torch.float16,
         cast_inputs=fp16.enabled and fp16.auto_cast,
         fp16_scaling=fp16.enabled or autocast_dtype == torch.float16,
     )
@@ -221,7 +223,7 @@ def clean_name(name: str) -> str:
 def choose_optimizer(
     config: DeepSpeedConfig,
     model: nn.Module,
-    client: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    client: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
     model_parameters: Any,
     precision: PrecisionPolicy,
 ) -> torch.optim.Optimizer | None:
@@ -232,7 +234,9 @@ def choose_optimizer(
     if callable(client):
         made = client(params)
         if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"optimizer: the callable must return a torch.optim.Optimizer; it returned {type(made).__name__}")
+            raise TypeError(
+                f"optimizer: the callable must return a torch.optim.Optimizer; it returned {type(made).__name__}"
+            )
         return made
     if client is not None:
         raise TypeError(
@@ -297,7 +301,11 @@ def wrap_optimizer(
             dynamic_loss_args=config.float16_config.dynamic_loss_scale_args() if dynamic else None,
         )
     bucket = zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else None
-    safe = {id(p) for p in low_precision_safe_params(model, precision.autocast_comm_modules)} if precision.autocast else set()
+    safe = (
+        {id(p) for p in low_precision_safe_params(model, precision.autocast_comm_modules)}
+        if precision.autocast
+        else set()
+    )
     options = ZeroOptions(
         bucket_numel=bucket,
         overlap=bool(zero.overlap_comm),
@@ -354,7 +362,9 @@ def choose_scheduler(config: DeepSpeedConfig, client: Any, basic: torch.optim.Op
             return client
         if callable(client):
             return client(basic)
-        raise TypeError(f"lr_scheduler: expected a scheduler or a callable that makes one; found {type(client).__name__}")
+        raise TypeError(
+            f"lr_scheduler: expected a scheduler or a callable that makes one; found {type(client).__name__}"
+        )
     section = config.scheduler
     if section is None or section.type is None:
         return None
@@ -391,4 +401,3 @@ def checkpoint_manager(engine: DeepSpeedEngine) -> Any:
     from deepspeed.checkpoint.manager import CheckpointManager
 
     return CheckpointManager(engine)
-

@@ -82,7 +82,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._user_scaled = False  # engine.scale was used since the last step
         self._told_no_sync = False
         self._destroyed = False
-        self.checkpoint = parts.make_checkpoint_manager(self) if parts.make_checkpoint_manager else None
+        self.checkpoint: Any = parts.make_checkpoint_manager(self) if parts.make_checkpoint_manager else None
         if self.optimizer is not None:
             self.optimizer.should_reduce = self._should_reduce
             self.optimizer.on_raw_begin = self._on_raw_begin
@@ -99,7 +99,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self._window_mode is None and self.optimizer is not None and self.module.training:
             self._adopt_unfrozen()
         if self.precision.cast_inputs:
-            inputs, kwargs = cast_floating((inputs, kwargs), self.precision.model)  # type: ignore[assignment]
+            inputs, kwargs = cast_floating((inputs, kwargs), self.precision.model)
         if self.precision.autocast is None:
             outputs = self.module(*inputs, **kwargs)
         else:
@@ -258,7 +258,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self.optimizer is None:
             why = "the engine has been destroyed" if self._destroyed else "no optimizer was given"
             raise RuntimeError(
-                f"engine.{call}: {why}. Pass optimizer= to deepspeed.initialize or add an `optimizer` block to the config"
+                f"engine.{call}: {why}. Pass optimizer= to deepspeed.initialize, or put an `optimizer` block into the config"
             )
         return self.optimizer
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
 
 if TYPE_CHECKING:
     from deepspeed.comm.mesh import ParallelMesh
@@ -60,51 +60,56 @@ class ZeroAccessors:
 
     _config: DeepSpeedConfig
 
+    @property
+    def _zero(self) -> DeepSpeedZeroConfig: return self._config.zero_config
+
     def zero_optimization(self) -> bool: return self._config.zero_enabled
     def zero_optimization_stage(self) -> int: return self._config.zero_optimization_stage
-    def zero_optimization_partition_gradients(self) -> bool: return self.zero_optimization_stage() >= ZeroStageEnum.gradients
-    def zero_optimization_partition_weights(self) -> bool: return self.zero_optimization_stage() >= ZeroStageEnum.weights
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= ZeroStageEnum.gradients
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= ZeroStageEnum.weights
     def zero_allow_untested_optimizer(self) -> bool: return self._config.zero_allow_untested_optimizer
     def zero_force_ds_cpu_optimizer(self) -> bool: return self._config.zero_force_ds_cpu_optimizer
-    def zero_reduce_scatter(self) -> bool: return self._config.zero_config.reduce_scatter
-    def zero_overlap_comm(self) -> bool: return bool(self._config.zero_config.overlap_comm)
-    def zero_offload_optimizer(self) -> Any: return self._config.zero_config.offload_optimizer
-    def zero_offload_param(self) -> Any: return self._config.zero_config.offload_param
+    def zero_reduce_scatter(self) -> bool: return self._zero.reduce_scatter
+    def zero_overlap_comm(self) -> bool: return bool(self._zero.overlap_comm)
+    def zero_offload_optimizer(self) -> Any: return self._zero.offload_optimizer
+    def zero_offload_param(self) -> Any: return self._zero.offload_param
     def zero_use_cpu_optimizer(self) -> bool: return _device(self.zero_offload_optimizer()) in ("cpu", "nvme")
     def zero_cpu_offload(self) -> bool: return _device(self.zero_offload_optimizer()) == "cpu"
     def zero_nvme_offload_optimizer(self) -> bool: return _device(self.zero_offload_optimizer()) == "nvme"
     def zero_partial_offload(self) -> float: return getattr(self.zero_offload_optimizer(), "ratio", 1.0)
     def super_offload(self) -> bool: return bool(getattr(self.zero_offload_optimizer(), "super_offload", False))
     def cpuadam_cores_perc(self) -> float: return getattr(self.zero_offload_optimizer(), "cpuadam_cores_perc", 0.9)
-    def zenflow_config(self) -> Any: return self._config.zero_config.zenflow
-    def zero_sub_group_size(self) -> int: return self._config.zero_config.sub_group_size
-    def zero_reduce_bucket_size(self) -> int: return self._config.zero_config.reduce_bucket_size
-    def zero_multi_rank_bucket_allreduce(self) -> bool: return self._config.zero_config.use_multi_rank_bucket_allreduce
-    def zero_allgather_bucket_size(self) -> int: return self._config.zero_config.allgather_bucket_size
-    def zero_allgather_partitions(self) -> bool: return self._config.zero_config.allgather_partitions
-    def zero_allgather_sequential(self) -> bool: return self._config.zero_config.allgather_sequential
-    def zero_contiguous_gradients(self) -> bool: return self._config.zero_config.contiguous_gradients
-    def zero_compute_grad_norm(self) -> bool: return self._config.zero_config.compute_grad_norm
-    def zero_load_from_fp32_weights(self) -> bool: return self._config.zero_config.load_from_fp32_weights
-    def zero_elastic_checkpoint(self) -> bool: return self._config.zero_config.elastic_checkpoint
-    def zero_max_live_parameters(self) -> int: return self._config.zero_config.max_live_parameters
-    def zero_max_reuse_distance(self) -> int: return self._config.zero_config.max_reuse_distance
-    def zero_prefetch_bucket_size(self) -> int: return self._config.zero_config.prefetch_bucket_size
-    def zero_module_granularity_threshold(self) -> int: return self._config.zero_config.module_granularity_threshold
-    def zero_param_persistence_threshold(self) -> int: return self._config.zero_config.param_persistence_threshold
-    def zero_model_persistence_threshold(self) -> int: return self._config.zero_config.model_persistence_threshold
-    def zero_gather_16bit_weights_on_model_save(self) -> bool: return self._config.zero_config.gather_16bit_weights_on_model_save
-    def zero_hpz_partition_size(self) -> int: return self._config.zero_config.zero_hpz_partition_size
-    def zero_quantized_weights(self) -> bool: return self._config.zero_config.zero_quantized_weights
-    def zero_quantized_nontrainable_weights(self) -> bool: return self._config.zero_config.zero_quantized_nontrainable_weights
-    def zero_quantized_gradients(self) -> bool: return self._config.zero_config.zero_quantized_gradients
-    def zero_ignore_unused_parameters(self) -> bool: return self._config.zero_config.ignore_unused_parameters
-    def zero_legacy_stage1(self) -> bool: return self._config.zero_config.legacy_stage1
-    def zero_round_robin_gradients(self) -> bool: return self._config.zero_config.round_robin_gradients
-    def zero_parameter_alignment(self) -> bool: return self._config.zero_config.parameter_alignment
-    def zero_log_trace_cache_warnings(self) -> bool: return self._config.zero_config.log_trace_cache_warnings
-    def zero_save_muon_momentum_buffer_in_memory(self) -> bool: return self._config.zero_config.save_muon_momentum_buffer_in_memory
-    def is_sanity_checks_enabled(self) -> bool: return self._config.zero_config.enable_sanity_checks
+    def zenflow_config(self) -> Any: return self._zero.zenflow
+    def zero_sub_group_size(self) -> int: return self._zero.sub_group_size
+    def zero_reduce_bucket_size(self) -> int: return self._zero.reduce_bucket_size
+    def zero_multi_rank_bucket_allreduce(self) -> bool: return self._zero.use_multi_rank_bucket_allreduce
+    def zero_allgather_bucket_size(self) -> int: return self._zero.allgather_bucket_size
+    def zero_allgather_partitions(self) -> bool: return self._zero.allgather_partitions
+    def zero_allgather_sequential(self) -> bool: return self._zero.allgather_sequential
+    def zero_contiguous_gradients(self) -> bool: return self._zero.contiguous_gradients
+    def zero_compute_grad_norm(self) -> bool: return self._zero.compute_grad_norm
+    def zero_load_from_fp32_weights(self) -> bool: return self._zero.load_from_fp32_weights
+    def zero_elastic_checkpoint(self) -> bool: return self._zero.elastic_checkpoint
+    def zero_max_live_parameters(self) -> int: return self._zero.max_live_parameters
+    def zero_max_reuse_distance(self) -> int: return self._zero.max_reuse_distance
+    def zero_prefetch_bucket_size(self) -> int: return self._zero.prefetch_bucket_size
+    def zero_module_granularity_threshold(self) -> int: return self._zero.module_granularity_threshold
+    def zero_param_persistence_threshold(self) -> int: return self._zero.param_persistence_threshold
+    def zero_model_persistence_threshold(self) -> int: return self._zero.model_persistence_threshold
+    def zero_gather_16bit_weights_on_model_save(self) -> bool: return self._zero.gather_16bit_weights_on_model_save
+    def zero_hpz_partition_size(self) -> int: return self._zero.zero_hpz_partition_size
+    def zero_quantized_weights(self) -> bool: return self._zero.zero_quantized_weights
+    def zero_quantized_nontrainable_weights(self) -> bool: return self._zero.zero_quantized_nontrainable_weights
+    def zero_quantized_gradients(self) -> bool: return self._zero.zero_quantized_gradients
+    def zero_ignore_unused_parameters(self) -> bool: return self._zero.ignore_unused_parameters
+    def zero_legacy_stage1(self) -> bool: return self._zero.legacy_stage1
+    def zero_round_robin_gradients(self) -> bool: return self._zero.round_robin_gradients
+    def zero_parameter_alignment(self) -> bool: return self._zero.parameter_alignment
+    def zero_log_trace_cache_warnings(self) -> bool: return self._zero.log_trace_cache_warnings
+    def zero_save_muon_momentum_buffer_in_memory(self) -> bool: return self._zero.save_muon_momentum_buffer_in_memory
+    def is_sanity_checks_enabled(self) -> bool: return self._zero.enable_sanity_checks
 
 
 class TrainingAccessors:
@@ -115,7 +120,7 @@ class TrainingAccessors:
     lr_scheduler: Any
     precision: PrecisionPolicy
 
-    def optimizer_name(self) -> str | None: return self._config.optimizer_name or (_class_name(getattr(self.optimizer, "optimizer", None)))
+    def optimizer_name(self) -> str | None: return self._config.optimizer_name or _class_name(self.optimizer)
     def optimizer_params(self) -> dict[str, Any] | None: return self._config.optimizer_params
     def optimizer_legacy_fusion(self) -> bool: return self._config.optimizer_legacy_fusion
     def scheduler_name(self) -> str | None: return self._config.scheduler_name
@@ -123,13 +128,17 @@ class TrainingAccessors:
     def fp16_enabled(self) -> bool: return self._config.float16_config.enabled
     def bfloat16_enabled(self) -> bool: return self._config.bfloat16_config.enabled
     def fp16_auto_cast(self) -> bool: return self._config.float16_config.auto_cast
-    def fp16_master_weights_and_gradients(self) -> bool: return self._config.float16_config.fp16_master_weights_and_grads
-    def bf16_master_weights_and_gradients(self) -> bool: return self._config.bfloat16_config.bf16_master_weights_and_grads
+    def fp16_master_weights_and_gradients(self) -> bool:
+        return self._config.float16_config.fp16_master_weights_and_grads
+    def bf16_master_weights_and_gradients(self) -> bool:
+        return self._config.bfloat16_config.bf16_master_weights_and_grads
     def bf16_optimizer_states(self) -> bool: return self._config.bfloat16_config.bf16_optimizer_states
     def torch_autocast_enabled(self) -> bool: return self._config.torch_autocast_enabled
     def torch_autocast_dtype(self) -> torch.dtype | None: return self.precision.autocast
-    def torch_autocast_lower_precision_safe_modules(self) -> list[str]: return list(self.precision.autocast_comm_modules)
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]: return self.precision.model, self.precision.accum or self.precision.model
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        return list(self.precision.autocast_comm_modules)
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        return self.precision.model, self.precision.accum or self.precision.model
     def dynamic_loss_scale(self) -> bool: return self.fp16_enabled() and self._config.float16_config.loss_scale == 0
     def initial_dynamic_scale(self) -> float: return 2.0 ** self._config.float16_config.initial_scale_power
     def dynamic_loss_scale_args(self) -> dict[str, Any]: return self._config.float16_config.dynamic_loss_scale_args()
@@ -141,9 +150,11 @@ class TrainingAccessors:
     @property
     def communication_data_type(self) -> torch.dtype: return self.precision.comm or self.precision.model
     def get_global_grad_norm(self) -> float | None: return self.optimizer.norm if self.optimizer is not None else None
-    def get_lr(self) -> list[float]: return [group["lr"] for group in self.optimizer.param_groups]
-    def get_type(self) -> list[Any]: return [group.get("type") for group in self.optimizer.param_groups]
-    def get_mom(self) -> list[Any]: return [group["betas"] if "betas" in group else group.get("momentum") for group in self.optimizer.param_groups]
+    @property
+    def _groups(self) -> list[dict[str, Any]]: return self.optimizer.param_groups if self.optimizer is not None else []
+    def get_lr(self) -> list[float]: return [group["lr"] for group in self._groups]
+    def get_type(self) -> list[Any]: return [group.get("type") for group in self._groups]
+    def get_mom(self) -> list[Any]: return [group.get("betas", group.get("momentum")) for group in self._groups]
 
 
 class RunAccessors:
@@ -190,7 +201,8 @@ class RunAccessors:
     def flops_profiler_top_modules(self) -> int: return self._config.flops_profiler_config.top_modules
     def flops_profiler_detailed(self) -> bool: return self._config.flops_profiler_config.detailed
     def flops_profiler_output_file(self) -> str | None: return self._config.flops_profiler_config.output_file
-    def flops_profiler_recompute_fwd_factor(self) -> float: return self._config.flops_profiler_config.recompute_fwd_factor
+    def flops_profiler_recompute_fwd_factor(self) -> float:
+        return self._config.flops_profiler_config.recompute_fwd_factor
     def autotuning_enabled(self) -> bool: return self._config.autotuning_config.enabled
     def data_efficiency_enabled(self) -> bool: return self._config.data_efficiency_enabled
     def data_efficiency_config(self) -> dict[str, Any]: return self._config.data_efficiency_config
@@ -212,6 +224,6 @@ def _device(section: Any) -> str:
     return str(getattr(getattr(section, "device", "none"), "value", getattr(section, "device", "none")))
 
 
-def _class_name(value: Any) -> str | None:
-    return type(value).__name__.lower() if value is not None else None
-
+def _class_name(wrapped: Any) -> str | None:
+    basic = getattr(wrapped, "optimizer", None)
+    return type(basic).__name__.lower() if basic is not None else None

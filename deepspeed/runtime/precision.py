@@ -11,6 +11,7 @@ import contextlib
 import fnmatch
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,7 +97,7 @@ def cast_module(module: nn.Module, policy: PrecisionPolicy) -> dict[str, list[st
     return done
 
 
-def cast_floating(value: object, dtype: torch.dtype) -> object:
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it (nested lists, tuples, dicts) cast to ``dtype``."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value

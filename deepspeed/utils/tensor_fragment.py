@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -44,8 +44,8 @@ def _must_own(param: nn.Parameter, call: str) -> ZeroOptimizer:
     owner = _owner(param)
     if owner is None:
         raise ValueError(
-            f"{call}: this parameter of shape {tuple(param.shape)} belongs to no engine's optimizer (frozen, destroyed, or "
-            "not passed to deepspeed.initialize); write to the parameter itself"
+            f"{call}: this parameter of shape {tuple(param.shape)} belongs to no engine (frozen, destroyed, "
+            "or not passed to deepspeed.initialize); write to the parameter itself"
         )
     return owner
 
@@ -77,7 +77,9 @@ def _assemble(param: nn.Parameter, pick: Pick) -> torch.Tensor | None:
             flat[-1] = 1.0
     if group.sharded:
         # Every element has one owner, so the sum is a gather that needs no sizes exchanged.
-        collectives.all_reduce(flat, owner.process_group, op="sum", what=f"whole tensor of {_name(owner, param)}").wait()
+        collectives.all_reduce(
+            flat, owner.process_group, op="sum", what=f"whole tensor of {_name(owner, param)}"
+        ).wait()
     return flat[:-1].view(param.shape) if float(flat[-1]) else None
 
 
@@ -153,14 +155,16 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the gradient of ``param``: norm, clipping and step use ``value``. Collective, same ``value`` everywhere."""
+    """Replace the gradient of ``param``: norm, clipping and step use ``value``, the same on every rank. Collective."""
     owner = _must_own(param, "safe_set_full_grad")
     pick = _gradient(owner, param)
     owner.expect_gradient(param)
     _scatter(param, value / owner.unscale(), "safe_set_full_grad", pick)
 
 
-def safe_update_full_grad_vectorized(params: list[nn.Parameter], update: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def safe_update_full_grad_vectorized(
+    params: list[nn.Parameter], update: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """``grad = update(grad)`` for every parameter that has one. Collective."""
     for param in params:
         grad = safe_get_full_grad(param)
@@ -243,7 +247,11 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def get_full_hp_param(self: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
-    return safe_get_full_fp32_param(self) if optim_state_key is None else safe_get_full_optimizer_state(self, optim_state_key)
+    return (
+        safe_get_full_fp32_param(self)
+        if optim_state_key is None
+        else safe_get_full_optimizer_state(self, optim_state_key)
+    )
 
 
 def set_full_hp_param(self: nn.Parameter, value: torch.Tensor, optim_state_key: str | None = None) -> None:
@@ -259,4 +267,3 @@ def get_full_hp_grad(self: nn.Parameter) -> torch.Tensor | None:
 
 def set_full_hp_grad(self: nn.Parameter, value: torch.Tensor) -> None:
     safe_set_full_grad(self, value)
-

@@ -88,7 +88,7 @@ class ShardLayout:
         assert end <= self.numel, "slots exceed the flat space"
         flat = shard = 0
         for segment in self.segments:
-            assert segment.start == flat and segment.shard_start == shard, "segments must tile the flat space"
+            assert (segment.start, segment.shard_start) == (flat, shard), "segments must tile the flat space"
             assert segment.numel == segment.piece_numel * self.world, "pieces must tile their segment"
             flat, shard = segment.end, shard + segment.piece_numel
 
@@ -183,7 +183,7 @@ class ShardLayout:
         return [slot.start for slot in self.slots]
 
     def slots_in(self, segment: Segment) -> Iterator[tuple[int, Slot, int, int, int]]:
-        """``(slot index, slot, start in the slot, start in the segment, numel)`` for each slot that meets ``segment``."""
+        """``(slot index, slot, start in the slot, start in the segment, numel)`` of each slot in ``segment``."""
         first = max(bisect_right(self._slot_starts, segment.start) - 1, 0)
         for index in range(first, len(self.slots)):
             slot = self.slots[index]

@@ -359,7 +359,9 @@ class ZeroOptimizer(ZeROOptimizer):
             for position, held in enumerate(group.params):
                 if held is param:
                     return group, position
-        raise KeyError(f"parameter {self.names.get(id(param), '?')!r} is not held by this optimizer (frozen or foreign)")
+        raise KeyError(
+            f"parameter {self.names.get(id(param), '?')!r} is not held by this optimizer (frozen or foreign)"
+        )
 
     def bound_to(self, param: nn.Parameter) -> list[BoundFragment]:
         """This rank's fragments of ``param`` (empty when other ranks own all of it)."""
@@ -475,4 +477,3 @@ class ZeroOptimizer(ZeROOptimizer):
         for group in self.groups:
             if group.dtype in LOW_PRECISION:
                 yield from group.names
-

@@ -37,7 +37,7 @@ class ReduceOptions:
 
 
 class Reducer(Protocol):
-    """What hooks, stepper and optimizer may ask; :class:`GradReducer` for several ranks, :class:`LocalGrads` for one."""
+    """What hooks, stepper and optimizer may ask: :class:`GradReducer` of several ranks, :class:`LocalGrads` of one."""
 
     groups: list[ShardGroup]
     process_group: Any

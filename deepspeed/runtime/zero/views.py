@@ -32,8 +32,8 @@ class HistoricalViews(ZeroOptimizer):
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """This rank's master shard per group.  # 1D, shard_numel
 
-        Raises AttributeError where masters are aliased to several pieces of the parameters (fp32 models with more than
-        one bucket): there is no one tensor to show; use ``deepspeed.utils.safe_get_full_fp32_param``.
+        Raises AttributeError where masters are aliased to several pieces of the parameters (fp32, more than one
+        bucket): there is no one tensor to show; use ``deepspeed.utils.safe_get_full_fp32_param``.
         """
         shards = []
         for group in self.groups:
@@ -43,8 +43,8 @@ class HistoricalViews(ZeroOptimizer):
                 shards.append(group.model_piece(group.layout.segments[0]))
             else:
                 raise AttributeError(
-                    "single_partition_of_fp32_groups: this model's parameters are their own masters, in several pieces; "
-                    "read them with deepspeed.utils.safe_get_full_fp32_param(param)"
+                    "single_partition_of_fp32_groups: the parameters are their own masters, in several pieces; read them "
+                    "with deepspeed.utils.safe_get_full_fp32_param(param)"
                 )
         return shards
 
