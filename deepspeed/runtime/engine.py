@@ -258,7 +258,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self.optimizer is None:
             why = "the engine has been destroyed" if self._destroyed else "no optimizer was given"
             raise RuntimeError(
-                f"engine.{call}: {why}. Pass optimizer= to deepspeed.initialize, or put an `optimizer` block into the config"
+                f"engine.{call}: {why}. Pass optimizer= to deepspeed.initialize or configure an `optimizer`"
             )
         return self.optimizer
 

@@ -79,7 +79,7 @@ def boundary_facts(reducer: Reducer, *, want_norm: bool) -> BoundaryFacts:
     if total is not None:
         # A replicated gradient is the same on every rank: its share is 1/world so that the sum counts it once.
         vector[0] = total if sharded else total / reducer.world
-    collectives.all_reduce(vector, reducer.process_group, op="sum", what="gradient norm, agreement of the ranks").wait()
+    collectives.all_reduce(vector, reducer.process_group, op="sum", what="gradient norm").wait()
     values = vector.tolist()
     squares, left, calls_sum, calls_squared = values[:_HEADER]
     if calls_sum * calls_sum != calls_squared * reducer.world:

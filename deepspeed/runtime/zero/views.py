@@ -43,7 +43,7 @@ class HistoricalViews(ZeroOptimizer):
                 shards.append(group.model_piece(group.layout.segments[0]))
             else:
                 raise AttributeError(
-                    "single_partition_of_fp32_groups: the parameters are their own masters, in several pieces; read them "
+                    "single_partition_of_fp32_groups: the parameters are their own masters, in pieces; read them "
                     "with deepspeed.utils.safe_get_full_fp32_param(param)"
                 )
         return shards
