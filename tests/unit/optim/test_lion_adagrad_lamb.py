@@ -97,8 +97,8 @@ def test_adagrad_sparse_gradient_touches_its_rows_only_and_equals_torch() -> Non
     ours, optimizer = embedding_run(lambda p: DeepSpeedCPUAdagrad(p, lr=0.1))
     with torch.sparse.check_sparse_tensor_invariants(True):
         theirs, _ = embedding_run(lambda p: torch.optim.Adagrad(p, lr=0.1))
-    # Another order of operations than torch's sparse path: the last place.
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    # Another order of operations than torch's sparse path: the last place of values of about 1.
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     squares = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg_sq"]
     assert squares.sum(1).nonzero().flatten().tolist() == [0, 1, 4, 7]
 
