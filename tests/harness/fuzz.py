@@ -213,7 +213,7 @@ class PlainRun(_Run):
             precision=_precision_of(recipe),
             accumulation=recipe.accumulation,
             clip=recipe.clip,
-            reduce_each_backward=recipe.stage >= 2,
+            stage=recipe.stage,
         )
         self.losses: list[list[float]] = []
 

@@ -215,7 +215,7 @@ def compare(case: Case, ranks: list[list[StepRecord]], full: list[StepRecord]) -
         precision=precision,
         accumulation=case.accumulation,
         clip=case.clip,
-        reduce_each_backward=case.stage >= 2,
+        stage=case.stage,
     )
     problems: list[str] = []
     for step in range(case.steps):

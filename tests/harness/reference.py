@@ -82,8 +82,9 @@ class _Autocast:
 class PlainTrainer:
     """N ranks in one process.
 
-    `reduce_each_backward`: the mean over ranks is taken in each backward and added up (sharded gradients), instead of
-    once per boundary (replicated gradients). Mathematically the same, not in the last bit.
+    `stage` decides the order of sums and the roundings, nothing else: in stages 0 and 1 a rank adds up its own
+    micro-batches and the mean over ranks is taken once per boundary, in stage 2 it is taken in each backward and the
+    means add up. In stage 0 every rank gets the mean back over the wire, so it is rounded to the dtype of the wire.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class PlainTrainer:
         precision: Precision | None = None,
         accumulation: int = 1,
         clip: float = 0.0,
-        reduce_each_backward: bool = False,
+        stage: int = 0,
     ) -> None:
         self.module, self.world_size, self.accumulation, self.clip = module, world_size, accumulation, clip
         self.precision = precision or Precision()
-        self.reduce_each_backward = reduce_each_backward and world_size > 1
+        self.stage = stage if world_size > 1 else 0
         for param in module.parameters():
             if param.is_floating_point():
                 param.data = param.data.to(self.precision.model)
@@ -136,7 +137,7 @@ class PlainTrainer:
             loss = loss_of_rank(self.callable, rank)  # type: ignore[arg-type]
             losses.append(float(loss.detach()))
             self.backward_rank(rank, loss)
-        if self.reduce_each_backward and sync:
+        if self.stage >= 2 and sync:
             self.reduce()
         return losses
 
@@ -182,12 +183,11 @@ class PlainTrainer:
                 if part is not None:
                     total += part.to(self.precision.comm or accum).float()
             mean = (total * (1.0 / self.world_size)) if self.world_size > 1 else total
-            if not self.reduce_each_backward and self.precision.comm is not None:
-                mean = mean.to(self.precision.comm)
+            if self.stage == 0 and self.world_size > 1:
+                mean = mean.to(self.precision.comm or accum).float()
             if name in self.reduced:
-                self.reduced[name] += mean.to(accum)
-            else:
-                self.reduced[name] = mean.to(accum)
+                mean = self.reduced[name].float() + mean
+            self.reduced[name] = mean.to(accum)
 
     # -- the boundary ----------------------------------------------------------------------------------------------
 
