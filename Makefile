@@ -22,7 +22,7 @@ help:
 # One stamp per set of extras: .venv/.installed-test is newer than what decides its content, or is made again.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing the $* environment into $(VENV) (once)"
+	@echo "installing the $* environment into $(VENV) (once; torch makes it take a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
 	@touch $@
 
