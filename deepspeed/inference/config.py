@@ -234,7 +234,7 @@ def merge_inference_config(
 def __getattr__(name: str) -> Any:
     """`DtypeEnum` on first use: its members are torch dtypes."""
     if name == "DtypeEnum":
-        from deepspeed.runtime.dtype_enum import inference_dtype_enum
+        from deepspeed.runtime.config_dtype_enum import inference_dtype_enum
 
         return inference_dtype_enum()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

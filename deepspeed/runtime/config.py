@@ -205,7 +205,7 @@ class DeepSpeedConfig:
         self.buffer_dtype: str | None = s.data_types.buffer_dtype
         self.keep_in_fp32_modules: str | list[str] = s.data_types.keep_in_fp32_modules
         self.amp_enabled: bool = bool(s.amp and s.amp.enabled)
-        self.amp_params: dict[str, Any] = s.amp.model_dump(exclude={"enabled"}) if s.amp else {}
+        self.amp_params: dict[str, Any] | bool = s.amp.model_dump(exclude={"enabled"}) if s.amp else False
 
         self.gradient_clipping: float = s.gradient_clipping
         self.gradient_allreduce_op: str = s.gradient_allreduce_op
@@ -255,11 +255,11 @@ class DeepSpeedConfig:
         self.pipeline: dict[str, Any] = _with_extras(s.pipeline, self._param_dict.get("pipeline"))
         self.data_efficiency_enabled: bool = bool(s.data_efficiency and s.data_efficiency.enabled)
         self.curriculum_enabled_legacy: bool = bool(s.curriculum_learning and s.curriculum_learning.enabled)
-        self.curriculum_params_legacy = s.curriculum_learning.model_dump() if s.curriculum_learning else None
+        self.curriculum_params_legacy = s.curriculum_learning.model_dump() if s.curriculum_learning else False
         self.compression_config = s.compression_training
         self.elasticity_enabled: bool = bool(s.elasticity and s.elasticity.enabled)
         self.pld_enabled: bool = bool(s.progressive_layer_drop and s.progressive_layer_drop.enabled)
-        self.pld_params = s.progressive_layer_drop.model_dump() if s.progressive_layer_drop else None
+        self.pld_params = s.progressive_layer_drop.model_dump() if s.progressive_layer_drop else False
         self.eigenvalue_enabled: bool = bool(s.quantize_training and s.quantize_training.eigenvalue.enabled)
         self.sparse_attention = s.sparse_attention.model_dump() if s.sparse_attention else None
         self.graph_harvesting: bool = s.graph_harvesting
@@ -481,9 +481,14 @@ def _log(text: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`DtypeEnum` on first use: its members are torch dtypes, and a config is read without torch."""
+    """`DtypeEnum` (its members are torch dtypes, and a config is read without torch) and the one-key readers."""
     if name == "DtypeEnum":
-        from deepspeed.runtime.dtype_enum import config_dtype_enum
+        from deepspeed.runtime.config_dtype_enum import config_dtype_enum
 
         return config_dtype_enum()
+    if name.startswith("get_"):
+        from deepspeed.runtime import config_readers
+
+        if hasattr(config_readers, name):
+            return getattr(config_readers, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
