@@ -1,0 +1,319 @@
+"""Bytes of model states per rank at every instant of a step, ZeRO stages 0 to 2 on 1, 2 and 4 ranks.
+
+    python benchmarks/zero_memory.py [--ranks 1 2 4] [--reference PYTHON] [--json FILE]
+
+Owns: the formula of each stage, the measurement, the verdict. Does not own: anything in the package; only the public
+API is used, so `--reference` runs the same code under another interpreter (one with deepspeed 0.19.8, say).
+
+How it measures. Each rank trains a stack of square Linear layers on one row of input for a few steps, so that
+activations are about a thousandth of the weights. torch's profiler records every allocation and every release of the
+process from before the model exists, and the highest sum inside a step is the peak: nothing that lives between two
+samples is missed, temporary or not. It contains what the formula does not: buckets, activations, allocations of the
+collectives. Between the phases (forward, backward, step) the distinct storages of all live tensors are summed as well;
+both ways must agree there.
+
+Verdict: the peak is at most the formula + 1 %, or + 2 buckets (of `reduce_bucket_size` gradient elements).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ADAM_STATES = 2  # exp_avg and exp_avg_sq, fp32
+STEPS = 3  # the first creates the states; every one counts
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. `width`² parameters per layer; a bucket holds one layer's gradients."""
+
+    ranks: int
+    stage: int
+    dtype: str
+    width: int
+    layers: int
+
+    @property
+    def numel(self) -> int:
+        return self.layers * self.width**2
+
+    @property
+    def bucket_numel(self) -> int:
+        return self.width**2
+
+    @property
+    def item(self) -> int:
+        """Bytes of one weight or gradient element."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def bucket_nbytes(self) -> int:
+        return self.bucket_numel * self.item
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of the rank that holds most. `peak_phase`: where the peak was; `held`: most at the end of a phase, by
+    walking live tensors; `walk_error`: largest difference between that walk and the allocation record there."""
+
+    case: Case
+    formula: int
+    peak: int
+    peak_phase: str
+    held: int
+    walk_error: int
+
+    @property
+    def ratio(self) -> float:
+        return self.peak / self.formula
+
+    @property
+    def excess_buckets(self) -> float:
+        return (self.peak - self.formula) / self.case.bucket_nbytes
+
+    @property
+    def reached(self) -> bool:
+        return self.ratio <= 1.01 or self.excess_buckets <= 2.0
+
+
+def formula(case: Case) -> int:
+    """Bytes of parameters, gradients, masters and Adam states of one rank.
+
+    Mixed precision (Rajbhandari et al., 2020): 2 + 2 + 12 bytes a parameter, of which stage 1 shards the 12 (master and
+    states) and stage 2 also the gradient. In fp32 the parameter is its own master: 4 + 4 + 8.
+    """
+    shards = case.ranks
+    master = 0 if case.dtype == "fp32" else 4
+    state = master + 4 * ADAM_STATES
+    gradient = case.item / (shards if case.stage >= 2 else 1)
+    return round(case.numel * (case.item + gradient + state / (shards if case.stage >= 1 else 1)))
+
+
+# ---- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def live_nbytes() -> int:
+    """Bytes of the distinct storages of all live tensors of this process."""
+    import torch
+
+    gc.collect()
+    sizes: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            # A gradient nobody has looked at has no Python object of its own.
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def build_engine(case: Case) -> Any:
+    import torch
+
+    import deepspeed
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {
+            "stage": case.stage,
+            "reduce_bucket_size": case.bucket_numel,
+            "allgather_bucket_size": case.bucket_numel,
+            "overlap_comm": False,
+        },
+    }
+    if case.dtype != "fp32":
+        config[case.dtype] = {"enabled": True}
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(case.width, case.width, bias=False) for _ in range(case.layers)]
+    return deepspeed.initialize(model=torch.nn.Sequential(*layers), config=config)[0]
+
+
+def run_steps(case: Case, mark: str) -> list[tuple[str, int]]:
+    """A few steps. Returns (phase, walked bytes at its end), beginning with the phase before the model exists."""
+    import torch
+    from torch.profiler import record_function
+
+    gc.collect()
+    with record_function(f"{mark}before"):
+        torch.empty(1)  # so that the phase has an entry in the allocation record
+    walked = [("before", live_nbytes())]
+    engine = build_engine(case)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+    row = torch.randn(1, case.width, dtype=dtype)
+    for _ in range(STEPS):
+        with record_function(f"{mark}forward"):
+            loss = engine(row).float().square().mean()
+        walked.append(("forward", live_nbytes()))
+        with record_function(f"{mark}backward"):
+            engine.backward(loss)
+        walked.append(("backward", live_nbytes()))
+        with record_function(f"{mark}step"):
+            engine.step()
+        walked.append(("step", live_nbytes()))
+    engine.destroy()
+    return walked
+
+
+def read_trace(events: list[dict[str, Any]], mark: str) -> list[tuple[str, int, int]]:
+    """Per phase whose name begins with `mark`, in order of time: (name, highest bytes inside it, bytes at its end)."""
+    changes = sorted(
+        (event["ts"], event["args"]["Total Allocated"])
+        for event in events
+        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
+    )
+    phases = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(mark))
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") == "user_annotation" and event["name"].startswith(mark)
+    )
+    found = []
+    for start, end, name in phases:
+        before = [total for when, total in changes if when < start][-1:] or [0]
+        inside = [total for when, total in changes if start <= when <= end]
+        found.append((name, max(before + inside), (before + inside)[-1]))
+    return found
+
+
+def rank_main(cases: list[Case], results: Path) -> None:
+    """What each rank runs: every case, one after the other; writes its numbers to `results`."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    import deepspeed
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    marks = [f"case {i}: " for i in range(len(cases))]
+    # One record for all cases: it counts only releases of what was allocated while it ran.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        walks = [run_steps(case, mark) for case, mark in zip(cases, marks, strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    measured = []
+    for walked, mark in zip(walks, marks, strict=True):
+        phases = read_trace(events, mark)
+        assert [name for name, _, _ in phases] == [name for name, _ in walked], "phases missing in the trace"
+        recorded_before, walked_before = phases[0][2], walked[0][1]  # what the package itself keeps
+        peak, phase = max((peak - recorded_before, name) for name, peak, _ in phases[1:])
+        held = max(total for _, total in walked) - walked_before
+        errors = [
+            abs((total - walked_before) - (end - recorded_before))
+            for (_, total), (_, _, end) in zip(walked, phases, strict=True)
+        ]
+        measured.append({"peak": peak, "peak_phase": phase, "held": held, "walk_error": max(errors)})
+    results.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(measured))
+    torch.distributed.destroy_process_group()
+
+
+# ---- the parent ------------------------------------------------------------------------------------------------------
+
+
+def measure(python: str, cases: list[Case]) -> list[Row]:
+    """Run `cases` (all of the same number of ranks) under interpreter `python`; the rank with most bytes counts."""
+    ranks = cases[0].ranks
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "result")
+        given = json.dumps([asdict(case) for case in cases])
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        common["OMP_NUM_THREADS"] = "1"
+        started = [
+            subprocess.Popen(
+                [python, __file__, "--rank-results", str(results), "--rank-cases", given],
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        for rank, (process, output) in enumerate(zip(started, outputs, strict=True)):
+            if process.returncode:
+                raise RuntimeError(f"rank {rank} of {ranks} ended with code {process.returncode}:\n{output}")
+        by_rank = [json.loads(results.with_suffix(f".{rank}").read_text()) for rank in range(ranks)]
+    rows = []
+    for case, *numbers in zip(cases, *by_rank, strict=True):
+        largest = max(numbers, key=lambda number: number["peak"])
+        rows.append(Row(case, formula(case), **largest))
+    return rows
+
+
+def markdown(rows: list[Row], reference: list[Row] | None) -> str:
+    """The table of docs/zero.md."""
+    heads = ["ranks", "dtype", "stage", "formula, B/parameter", "peak, B/parameter", "ratio", "above formula, buckets"]
+    heads += ["at", "held between phases, B/parameter"]
+    heads += ["reference peak, B/parameter"] if reference else []
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for i, row in enumerate(rows):
+        per = row.case.numel
+        cells = [str(row.case.ranks), row.case.dtype, str(row.case.stage), f"{row.formula / per:.2f}"]
+        cells += [f"{row.peak / per:.2f}", f"{row.ratio:.3f}", f"{row.excess_buckets:+.2f}", row.peak_phase]
+        cells += [f"{row.held / per:.2f}"]
+        cells += [f"{reference[i].peak / per:.2f}"] if reference else []
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
+    parser.add_argument("--width", type=int, default=512, help="of each square layer")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--reference", metavar="PYTHON", help="interpreter with another deepspeed, for comparison")
+    parser.add_argument("--json", type=Path, help="write all numbers there too")
+    parser.add_argument("--rank-results", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-cases", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank_results:
+        rank_main([Case(**case) for case in json.loads(options.rank_cases)], options.rank_results)
+        return 0
+    rows: list[Row] = []
+    reference: list[Row] = []
+    for ranks in options.ranks:
+        cases = [
+            Case(ranks, stage, dtype, options.width, options.layers)
+            for dtype in options.dtypes
+            for stage in options.stages
+        ]
+        rows += measure(sys.executable, cases)
+        if options.reference:
+            reference += measure(options.reference, cases)
+    print(markdown(rows, reference or None))
+    missed = [row for row in rows if not row.reached]
+    worst_error = max(row.walk_error / row.case.numel for row in rows)
+    print(f"\n{len(rows) - len(missed)} of {len(rows)} within the formula + 1 % or + 2 buckets")
+    print(f"walk of live tensors and allocation record differ by at most {worst_error:.4f} B/parameter")
+    if options.json:
+        named = {"ours": rows, "reference": reference}
+        numbers = {name: [asdict(row) for row in some] for name, some in named.items()}
+        options.json.write_text(json.dumps(numbers, indent=1))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

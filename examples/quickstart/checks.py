@@ -1,0 +1,147 @@
+"""What the quickstart proves after training: an exact resume, and memory that follows the formula of the stage.
+
+Owns: the resume check (this run against new processes that load its checkpoint) and the bytes per rank of every stage.
+Does not own: the training step itself; it is handed in.
+Invariant: every rank calls these functions together; they contain collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import Corpus
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+# The loss after a load shows the weights; the one after that also the optimizer's moments, the schedule and the scale.
+REPLAYED_STEPS = 2
+STAGES = (0, 1, 2)
+STATE_KINDS = ("parameter", "gradient", "master", "optimizer")
+
+
+@dataclass(frozen=True)
+class ResumeCheck:
+    """Losses of the steps after the checkpoint: of the run that went on, and of the new processes that loaded it."""
+
+    continued: list[float]
+    resumed: list[float]
+    checkpoint: Path
+
+    @property
+    def identical(self) -> bool:
+        return [loss.hex() for loss in self.continued] == [loss.hex() for loss in self.resumed]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of parameters, gradients, master copies and optimizer states on one rank.
+
+    `trained` tells the stage of the training run; the others were measured on a fresh model during one step.
+    """
+
+    stage: int
+    expected: int
+    measured: int
+    trained: bool
+
+
+def check_resume(
+    engine: Any, options: argparse.Namespace, step: int, train_step: Callable[[int], torch.Tensor]
+) -> ResumeCheck:
+    """Save, go on for two steps, and let new processes in a new process group load and do the same two steps."""
+    folder = options.out / "checkpoint"
+    engine.save_checkpoint(str(folder), tag=f"step{step}", client_state={"step": step})
+    engine.train()
+    continued = [_mean_over_ranks(train_step(step + i)) for i in range(REPLAYED_STEPS)]
+    dist.barrier()
+    _run_new_process(["--replay", str(folder)])
+    dist.barrier()
+    resumed = json.loads(_replay_file(options).read_text())["losses"]
+    return ResumeCheck(continued, [float.fromhex(loss) for loss in resumed], folder / f"step{step}")
+
+
+def replay(engine: Any, options: argparse.Namespace, train_step: Callable[[int], torch.Tensor]) -> None:
+    """The new processes' side of `check_resume`: load, train on, leave the losses in a file."""
+    path, state = engine.load_checkpoint(str(options.replay))
+    if path is None or state is None:
+        raise FileNotFoundError(f"--replay {options.replay}: no checkpoint there")
+    engine.train()
+    losses = [_mean_over_ranks(train_step(state["step"] + i)).hex() for i in range(REPLAYED_STEPS)]
+    if dist.get_rank() == 0:
+        _replay_file(options).write_text(json.dumps({"checkpoint": path, "losses": losses}))
+
+
+def _replay_file(options: argparse.Namespace) -> Path:
+    return options.out / "replay.json"
+
+
+def _mean_over_ranks(loss: torch.Tensor) -> float:
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def _run_new_process(arguments: list[str]) -> None:
+    """Start this script once more on each rank, as a new process group on a port of its own, and wait for it."""
+    port = torch.zeros((), dtype=torch.int64)
+    if dist.get_rank() == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port.fill_(probe.getsockname()[1])
+    port = port.to(get_accelerator().current_device_name())
+    dist.broadcast(port, 0)
+    environment = {**os.environ, "MASTER_PORT": str(port.item()), "DS_LOG_LEVEL": "error"}
+    # Under torchrun the agent keeps the rendezvous; the new group must make its own.
+    environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    command = [sys.executable, *sys.argv, *arguments]
+    ended = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if ended.returncode:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: the new process for the resume check ended with code {ended.returncode}\n"
+            f"{' '.join(command)}\n{ended.stdout}"
+        )
+
+
+def memory_by_stage(
+    engine: Any,
+    config: dict[str, Any],
+    corpus: Corpus,
+    options: argparse.Namespace,
+    build_engine: Callable[[dict[str, Any]], Any],
+) -> list[StageMemory]:
+    """Model-state bytes of this rank at every stage: of the trained engine, and of fresh ones at the other stages."""
+    trained = engine.zero_optimization_stage()
+    found = []
+    for stage in STAGES:
+        if stage == trained:
+            found.append(_memory(engine, stage, trained=True))
+            continue
+        changed = copy.deepcopy(config)
+        changed.setdefault("zero_optimization", {})["stage"] = stage
+        other = build_engine(changed)
+        for micro in range(other.gradient_accumulation_steps()):
+            tokens, targets = corpus.batch(micro, 1, min(16, options.context))  # a short step makes every state exist
+            other.backward(other(tokens.to(other.device), targets.to(other.device)))
+            other.step()
+        found.append(_memory(other, stage, trained=False))
+        other.destroy()
+    return found
+
+
+def _memory(engine: Any, stage: int, *, trained: bool) -> StageMemory:
+    nbytes = engine.summary()["model_state_bytes"]
+    expected, measured = (sum(nbytes[which][kind] for kind in STATE_KINDS) for which in ("expected", "measured"))
+    return StageMemory(stage, expected, measured, trained)

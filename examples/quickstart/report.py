@@ -1,0 +1,128 @@
+"""What the quickstart shows: tables on the terminal and `report.png`.
+
+Owns: wording, tables, the picture. Does not own: any number; they are handed in.
+Invariant: called on rank 0 alone, contains no collective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checks import ResumeCheck, StageMemory
+from data import Corpus
+from rich.console import Console
+from rich.table import Table
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def mebibytes(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def smoothed(values: Sequence[float], window: int = 10) -> list[float]:
+    """Mean of the last `window` values at each place."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def sparkline(values: Sequence[float], width: int = 72) -> str:
+    """The values as one line of block characters, for terminals and where matplotlib is not installed."""
+    if not values:
+        return ""
+    picked = [values[i * len(values) // width] for i in range(width)] if len(values) > width else list(values)
+    low, high = min(picked), max(picked)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in picked)
+
+
+def show_start(engine: Any, corpus: Corpus, options: argparse.Namespace, steps: int) -> None:
+    parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    size = f"{options.layers} layers of width {options.width}, one token a byte"
+    print(f"model   {parameters / 1e6:.1f}M parameters: {size}")
+    print(f"text    {corpus.source}")
+    print(f"run     {steps} steps of {engine.train_batch_size()} x {options.context} bytes on {engine.device.type}\n")
+    sys.stdout.flush()
+
+
+def show_end(
+    history: Any,
+    held_out: float,
+    text: str,
+    resumed: ResumeCheck,
+    memory: Sequence[StageMemory],
+    options: argparse.Namespace,
+) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    last = smoothed(history.losses)[-1]
+    console.print(
+        f"\nloss    {history.losses[0]:.3f} -> {last:.3f} nats per byte (mean of the last 10 steps); "
+        f"held-out text {held_out:.3f} ({held_out / math.log(2):.2f} bits per byte)"
+    )
+    console.print(f"        {sparkline(history.losses)}\n")
+    console.print(memory_table(memory))
+    console.print(resume_table(resumed))
+    console.print("the model writes:")
+    console.print(text, markup=False)
+    picture = draw(history.losses, held_out, memory, options.out / "report.png")
+    where = picture or "not drawn: matplotlib is not installed (pip install matplotlib)"
+    console.print(f"\nreport      {where}\ncheckpoint  {resumed.checkpoint}", markup=False)
+
+
+def memory_table(memory: Sequence[StageMemory]) -> Table:
+    title = "model states per rank: parameters, gradients, master copies, optimizer states"
+    table = Table(title=title, title_justify="left")
+    for heading in ("ZeRO stage", "formula", "measured", "measured / formula", "on"):
+        table.add_column(heading, justify="left" if heading == "on" else "right")
+    for row in memory:
+        ratio = f"{row.measured / row.expected:.4f}" if row.expected else "-"
+        source = "this training run" if row.trained else "a fresh model, one step"
+        table.add_row(str(row.stage), mebibytes(row.expected), mebibytes(row.measured), ratio, source)
+    return table
+
+
+def resume_table(resumed: ResumeCheck) -> Table:
+    verdict = "identical to the last bit" if resumed.identical else "DIFFERENT"
+    table = Table(title=f"resume in new processes: {verdict}", title_justify="left")
+    for heading in ("loss of", "this run went on", "new processes loaded the checkpoint"):
+        table.add_column(heading)
+    for i, (mine, theirs) in enumerate(zip(resumed.continued, resumed.resumed, strict=True), start=1):
+        table.add_row(f"step +{i}", f"{mine:.9f}  {mine.hex()}", f"{theirs:.9f}  {theirs.hex()}")
+    return table
+
+
+def draw(losses: Sequence[float], held_out: float, memory: Sequence[StageMemory], path: Path) -> Path | None:
+    """Loss curve and bytes per rank as a PNG. Returns its path, or None where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")  # draws into a file on machines without a display
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    curve, bars = figure.subplots(1, 2)
+    steps = range(1, len(losses) + 1)
+    curve.plot(steps, losses, color="#b9cde5", linewidth=1, label="each step")
+    curve.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=1.8, label="mean of 10 steps")
+    curve.axhline(held_out, color="#c2571a", linewidth=1, linestyle="--", label=f"held-out text: {held_out:.2f}")
+    curve.set(title="Training loss", xlabel="step", ylabel="cross entropy, nats per byte")
+    curve.legend(frameon=False)
+    places = range(len(memory))
+    formula = [row.expected / 2**20 for row in memory]
+    measured = [row.measured / 2**20 for row in memory]
+    bars.bar([place - 0.2 for place in places], formula, width=0.38, color="#b9cde5", label="formula")
+    drawn = bars.bar([place + 0.2 for place in places], measured, width=0.38, color="#1f4e8c", label="measured")
+    bars.bar_label(drawn, fmt="%.0f", fontsize=8)
+    bars.set(title="Model states per rank", xlabel="ZeRO stage", ylabel="MiB")
+    bars.set_xticks(list(places), [str(row.stage) for row in memory])
+    bars.legend(frameon=False)
+    for axes in (curve, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path

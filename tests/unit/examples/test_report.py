@@ -1,0 +1,73 @@
+"""The quickstart's report: picture, tables, fallbacks."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def memory() -> list[Any]:
+    from checks import StageMemory
+
+    return [StageMemory(stage, 160 - 50 * stage, 161 - 50 * stage, stage == 2) for stage in range(3)]
+
+
+def printed(thing: Any) -> str:
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=160).print(thing)
+    return out.getvalue()
+
+
+def test_picture_is_a_png_of_some_size(tmp_path: Path) -> None:
+    from report import draw
+
+    pytest.importorskip("matplotlib")
+    path = draw([5.5, 4.0, 3.0, 2.5], 2.6, memory(), tmp_path / "new" / "report.png")
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from report import draw
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert draw([5.5], 5.0, memory(), tmp_path / "report.png") is None
+
+
+def test_memory_table_shows_formula_beside_measurement() -> None:
+    from checks import StageMemory
+    from report import memory_table
+
+    text = printed(memory_table([StageMemory(2, 2**20, 2**20 + 2**19, True)]))
+    for shown in ("1.0 MiB", "1.5 MiB", "1.5000", "this training run"):
+        assert shown in text
+
+
+def test_resume_table_compares_every_bit() -> None:
+    from checks import ResumeCheck
+    from report import resume_table
+
+    same = ResumeCheck([2.5, 2.25], [2.5, 2.25], Path("x"))
+    assert same.identical
+    assert "identical to the last bit" in printed(resume_table(same))
+    assert "0x1.4000000000000p+1" in printed(resume_table(same))
+    other = ResumeCheck([2.5], [2.5 + 2**-51], Path("x"))
+    assert not other.identical
+    assert "DIFFERENT" in printed(resume_table(other))
+
+
+def test_smoothing_and_sparkline() -> None:
+    from report import smoothed, sparkline
+
+    assert smoothed([1.0, 2.0, 3.0, 4.0], window=2) == [1.0, 1.5, 2.5, 3.5]
+    assert sparkline([0.0, 3.5, 7.0]) == "▁▅█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline([float(i) for i in range(1000)], width=50)) == 50
