@@ -38,10 +38,13 @@ class Facts(Protocol):
 class Waiter(Protocol):
     """A wait under way (`pending.Pending`)."""
 
-    facts: Facts
     name: str
     nbytes: int
     sequence: int
+
+    @property
+    def facts(self) -> Facts:
+        """The group of the call."""
 
     def describe_what(self) -> str:
         """What the collective is for; may be empty; lines after the first are advice."""

@@ -142,20 +142,32 @@ def reduce_scatter(
     """
     facts = facts_of(group)
     _check_shard("reduce_scatter", output, input, facts)
-    factor = _factor(average, scale, facts.size)
+    works, finish = start_reduce_scatter(output, input, group, facts, average, accumulate, scale)
+    return _start(works, finish, facts, "reduce_scatter", what, input, async_op) if works else DONE
+
+
+def start_reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: Group | None,
+    facts: GroupFacts,
+    average: bool,
+    accumulate: bool = False,
+    scale: float | None = None,
+) -> tuple[tuple[Any, ...], Callable[[], None] | None]:
+    """(works, finishing step) of a reduce-scatter whose arguments have been checked; no works: it is done."""
     if facts.size == 1:
+        factor = _factor(average, scale, 1)
         if accumulate or factor is not None or output.data_ptr() != input.data_ptr():
             sum_in_rank_order(output, (input,), scale=factor, accumulate=accumulate)
-        return DONE
+        return (), None
     if output.numel() == 0:
-        return DONE
+        return (), None
     pg: Any = group if group is not None else torch_dist.group.WORLD
-    facts.bytes_sent += input.nbytes // facts.size * (facts.size - 1)
+    facts.bytes_sent += output.numel() * input.element_size() * (facts.size - 1)
     if facts.sums_locally(input.device):
-        works, finish = _exchange_and_sum(pg, facts, output, input, factor, accumulate)
-    else:
-        works, finish = _native_reduce_scatter(pg, facts, output, input, average, scale, accumulate)
-    return _start(works, finish, facts, "reduce_scatter", what, input, async_op)
+        return _exchange_and_sum(pg, facts, output, input, _factor(average, scale, facts.size), accumulate)
+    return _native_reduce_scatter(pg, facts, output, input, average, scale, accumulate)
 
 
 def all_gather(
@@ -171,23 +183,24 @@ def all_gather(
     _check_shard("all_gather", input, output, facts)
     if output.dtype is not input.dtype:
         raise ValueError(f"all_gather: output is {output.dtype}, input is {input.dtype}; they must be equal")
+    works = start_all_gather(output, input, group, facts)
+    return _start(works, None, facts, "all_gather", what, output, async_op) if works else DONE
+
+
+def start_all_gather(
+    output: torch.Tensor, input: torch.Tensor, group: Group | None, facts: GroupFacts
+) -> tuple[Any, ...]:
+    """The backend's works of an all-gather whose arguments have been checked; empty when nothing has to travel."""
     numel = input.numel()
     own = output[facts.rank * numel : (facts.rank + 1) * numel]
-    if facts.size == 1:
-        if own.data_ptr() != input.data_ptr():
-            own.copy_(input)
-        return DONE
-    if numel == 0:
-        return DONE
+    native = facts.size > 1 and (facts.size > BROADCAST_GATHER_MAX_RANKS or not facts.sums_locally(input.device))
+    if not native and own.data_ptr() != input.data_ptr():
+        own.copy_(input)
+    if facts.size == 1 or numel == 0:
+        return ()
     pg: Any = group if group is not None else torch_dist.group.WORLD
     facts.bytes_sent += input.nbytes * (facts.size - 1)
-    if not facts.sums_locally(input.device) or facts.size > BROADCAST_GATHER_MAX_RANKS:
-        works: tuple[Any, ...] = (pg._allgather_base(output, input),)
-    else:
-        if own.data_ptr() != input.data_ptr():
-            own.copy_(input)
-        works = _gather_pieces(pg, facts, output, [numel] * facts.size)
-    return _start(works, None, facts, "all_gather", what, output, async_op)
+    return (pg._allgather_base(output, input),) if native else _gather_pieces(pg, facts, output, numel)
 
 
 def broadcast(
@@ -232,9 +245,14 @@ def barrier(group: Group | None = None, *, what: What = "") -> None:
     if facts.size == 1:
         return
     pg: Any = group if group is not None else torch_dist.group.WORLD
+    Pending((pg.barrier(),), None, facts, "barrier", what, 0, barrier_mode(group, facts)).wait()
+
+
+def barrier_mode(group: Group | None, facts: GroupFacts) -> WaitMode:
+    """How to wait for a barrier, which belongs to no tensor's device."""
+    pg: Any = group if group is not None else torch_dist.group.WORLD
     blocks = all(facts.blocks_host(device) for device in pg._device_types)
-    mode = WaitMode.SLICES if blocks else WaitMode.STREAM
-    Pending((pg.barrier(),), None, facts, "barrier", what, 0, mode).wait()
+    return WaitMode.SLICES if blocks else WaitMode.STREAM
 
 
 def release_buffers(group: Group | None = None) -> int:
@@ -289,20 +307,13 @@ def _native_reduce_scatter(
     return (work,), LandShard(output, shard, factor, accumulate, facts)
 
 
-def _gather_pieces(pg: Any, facts: GroupFacts, tensor: torch.Tensor, numels: list[int]) -> tuple[Any, ...]:
-    """Make `tensor` whole on all ranks where rank r holds piece r of `numels[r]` elements, in place."""
+def _gather_pieces(pg: Any, facts: GroupFacts, tensor: torch.Tensor, numel: int) -> tuple[Any, ...]:
+    """Make `tensor` whole on all ranks where rank r holds piece r of `numel` elements, in place."""
     if facts.size == 2:
-        first = numels[0]
-        mine, theirs = (tensor[:first], tensor[first:]) if facts.rank == 0 else (tensor[first:], tensor[:first])
-        send, receive = facts.peer_splits(mine.numel()), facts.peer_splits(theirs.numel())
-        return (pg.alltoall_base(theirs, mine, receive, send),)
-    works = []
-    start = 0
-    for rank, numel in enumerate(numels):
-        if numel:
-            works.append(pg.broadcast(tensor[start : start + numel], rank))
-        start += numel
-    return tuple(works)
+        mine, theirs = (tensor[:numel], tensor[numel:]) if facts.rank == 0 else (tensor[numel:], tensor[:numel])
+        splits = facts.peer_splits(numel)
+        return (pg.alltoall_base(theirs, mine, splits, splits),)
+    return tuple(pg.broadcast(tensor[rank * numel : (rank + 1) * numel], rank) for rank in range(facts.size))
 
 
 def _all_reduce_in_rank_order(

@@ -25,6 +25,10 @@ SLICE = timedelta(seconds=0.5)
 GRACE_S = 5.0
 
 
+# Called with each call whose result is in place; None while nobody listens (see `logging.py`).
+observer: Callable[[Pending], None] | None = None
+
+
 class WaitMode(enum.Enum):
     """How `Pending.wait` waits for the backend."""
 
@@ -36,12 +40,12 @@ class WaitMode(enum.Enum):
 class Pending:
     """A collective under way. `wait()` finishes it; waiting again is a no-op."""
 
-    __slots__ = ("_finish", "_works", "facts", "mode", "name", "nbytes", "sequence", "what")
+    __slots__ = ("_finish", "_works", "facts", "mode", "name", "nbytes", "sequence", "started", "what")
 
     def __init__(
         self,
         works: tuple[Any, ...],
-        finish: Callable[[], None] | None,
+        finish: Callable[[], object] | None,
         facts: GroupFacts,
         name: str,
         what: What,
@@ -55,8 +59,10 @@ class Pending:
         self.what = what
         self.nbytes = nbytes
         self.mode = mode
-        facts.calls += 1
+        if works:  # else a composition of calls that count, and are logged, themselves
+            facts.calls += 1
         self.sequence = facts.calls
+        self.started = time.perf_counter() if observer is not None and works else 0.0
         if mode is WaitMode.STREAM:
             for work in works:
                 stream_waits.note(self, work, facts.timeout_s)
@@ -81,6 +87,8 @@ class Pending:
                 waiting.remove(self)
         if finish is not None:
             finish()
+        if observer is not None and self.started:
+            observer(self)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return without blocking for other ranks."""
