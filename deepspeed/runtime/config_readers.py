@@ -14,12 +14,16 @@ from deepspeed.runtime.config_schema import ConfigSections
 Reader = Callable[[Mapping[str, Any]], Any]
 
 
+def _sections(**present: Any) -> ConfigSections:
+    return ConfigSections(**{"strict": True, **present})
+
+
 def _key(key: str) -> Reader:
     """Reader of a top-level setting."""
 
     def read(param_dict: Mapping[str, Any]) -> Any:
         present = {key: param_dict[key]} if key in param_dict else {}
-        return getattr(ConfigSections(strict=True, **present), key)
+        return getattr(_sections(**present), key)
 
     read.__doc__ = f"`{key}` of a config dictionary, or its default."
     return read
@@ -30,7 +34,7 @@ def _inner(section: str, key: str) -> Reader:
 
     def read(param_dict: Mapping[str, Any]) -> Any:
         present = {section: param_dict[section]} if param_dict.get(section) is not None else {}
-        found = getattr(ConfigSections(strict=True, **present), section)
+        found = getattr(_sections(**present), section)
         return getattr(found, key) if found is not None else None
 
     read.__doc__ = f"`{section}.{key}` of a config dictionary, or its default."
@@ -78,7 +82,7 @@ def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     """`pipeline` of a config dictionary with defaults filled in; unknown keys are kept."""
     section = param_dict.get("pipeline") or {}
     known = {key: value for key, value in section.items() if key in _pipeline_keys()}
-    defaults = ConfigSections(strict=True, pipeline=known).pipeline.model_dump(exclude_none=True)
+    defaults = _sections(pipeline=known).pipeline.model_dump(exclude_none=True)
     return {**section, **defaults}
 
 
@@ -88,7 +92,7 @@ def _pipeline_keys() -> Mapping[str, Any]:
 
 def get_data_types_params(param_dict: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
     """`data_types`: grad_accum_dtype, param_dtype, buffer_dtype, keep_in_fp32_modules."""
-    section = ConfigSections(strict=True, data_types=param_dict.get("data_types") or {}).data_types
+    section = _sections(data_types=param_dict.get("data_types") or {}).data_types
     return section.grad_accum_dtype, section.param_dtype, section.buffer_dtype, section.keep_in_fp32_modules
 
 
@@ -99,12 +103,12 @@ def get_checkpoint_params(param_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
     """`tag_validation` of a checkpoint section: IGNORE, WARN or FAIL."""
-    return ConfigSections(strict=True, checkpoint=checkpoint_params).checkpoint.tag_validation
+    return _sections(checkpoint=checkpoint_params).checkpoint.tag_validation
 
 
 def get_checkpoint_parallel_write_pipeline(checkpoint_params: Mapping[str, Any]) -> bool:
     """`parallel_write.pipeline_stage` of a checkpoint section."""
-    return ConfigSections(strict=True, checkpoint=checkpoint_params).checkpoint.parallel_write.pipeline_stage
+    return _sections(checkpoint=checkpoint_params).checkpoint.parallel_write.pipeline_stage
 
 
 def get_communication_data_type(

@@ -34,8 +34,14 @@ class Report:
     """Canonical path -> value the user gave, for every known leaf that was kept."""
 
     def written(self, path: str) -> str:
-        """`path` as the user wrote it."""
-        return self.spelling.get(path, path)
+        """`path` as the user wrote it: the nearest respelled key above it decides the front part."""
+        front, rest = path, ""
+        while front:
+            if front in self.spelling:
+                return self.spelling[front] + rest
+            front, dot, last = front.rpartition(".")
+            rest = dot + last + rest
+        return path
 
     def add(self, problem: Problem) -> None:
         """Record a problem unless it rests on a value that is already reported."""

@@ -71,7 +71,7 @@ def clean(model: type[DeepSpeedConfigModel], data: Mapping[str, Any], path: str,
         found = find_field(model, key) if isinstance(key, str) else None
         if found is None:
             _unknown(model, key, value, path, report)
-            if model.keeps_unknown_keys and model.model_config.get("extra") == "allow":
+            if model.free_keys:
                 out[str(key)] = value
             continue
         name, field = found

@@ -119,7 +119,7 @@ def _holds(ours: Any, reference: Any) -> bool:
     return bool(ours == reference)
 
 
-@pytest.mark.parametrize("key", ["stage3_prefetch_bucket_size", "prefetch_bucket_size"])
+@pytest.mark.parametrize("key", ("stage3_prefetch_bucket_size", "prefetch_bucket_size"))
 def test_a_key_and_its_alias_are_one(key: str) -> None:
     config = DeepSpeedConfig.parse({"zero_optimization": {key: 7}})
     assert config.zero_config.prefetch_bucket_size == 7
