@@ -40,8 +40,8 @@ class Precision:
 
 
 class Scaler:
-    """Loss scale. Dynamic: an overflow halves it (after `hysteresis` - 1 free ones), `scale_window` steps without
-    one since the last double it and refill the hysteresis."""
+    """Loss scale. Dynamic: an overflow halves it (after `hysteresis` - 1 free ones); the clean step that follows a full
+    window of `scale_window` clean ones doubles it and refills the hysteresis."""
 
     def __init__(self, precision: Precision) -> None:
         self.dynamic = precision.loss_scale == "dynamic"
@@ -60,7 +60,7 @@ class Scaler:
                 else:
                     self._left -= 1
                 self._last_overflow = self._step
-            elif (self._step - self._last_overflow) % window == 0:
+            elif (clean := self._step - self._last_overflow - 1) and clean % window == 0:
                 self._left = self._precision.hysteresis
                 self.scale *= 2
         self._step += 1
