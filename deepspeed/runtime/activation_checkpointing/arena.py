@@ -58,7 +58,9 @@ class ActivationArena:
         """1D slice of undefined values; its size must have been reserved."""
         rest = self._rest[dtype, device]
         self._rest[dtype, device] = rest[_padded(numel, dtype) :]
-        return rest[:numel]
+        # `data`: autograd counts the changes of a tensor and all its views together, and would take filling the next
+        # slice for a change of this one.
+        return rest[:numel].data
 
     def close(self) -> None:
         """End the generation: the next slice comes from a new block."""

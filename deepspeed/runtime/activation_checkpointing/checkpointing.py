@@ -6,7 +6,7 @@ random numbers repeated by `rng`; the graph mechanics are torch's non-reentrant 
 Invariants: losses, gradients and dropout masks equal those without checkpointing bit for bit; any arguments and
 results (None, numbers, nested containers, keywords) pass through; without gradients the function is simply called.
 
-The settings belong to the process, like upstream's: one `configure` serves all models.
+The settings belong to the process: one `configure` serves all models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,20 +24,15 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import rng
-from deepspeed.runtime.activation_checkpointing.arena import ActivationArena
 from deepspeed.runtime.activation_checkpointing.rng import CudaRNGStatesTracker, RngSnapshot, get_cuda_rng_tracker
-from deepspeed.runtime.activation_checkpointing.saved_inputs import (
-    CheckpointStatistics,
-    InputKeeper,
-    ModelParallelShard,
-    allocate,
+from deepspeed.runtime.activation_checkpointing.saved_inputs import CheckpointStatistics
+from deepspeed.runtime.activation_checkpointing.settings import (
+    CheckpointOptions,
+    Settings,
+    check_options,
+    options_of,
+    tell_without_effect,
 )
-from deepspeed.utils.bwc import (
-    bwc_tensor_model_parallel_group,
-    bwc_tensor_model_parallel_rank,
-    bwc_tensor_model_parallel_world_size,
-)
-from deepspeed.utils.logging import log_dist, log_levels
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 __all__ = [
@@ -66,58 +61,7 @@ _MODEL_PARALLEL_RNG_TRACKER_NAME = rng.MODEL_PARALLEL_STREAM
 _set_cuda_rng_state = rng.set_device_rng_state
 
 
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """What happens to the inputs a checkpoint keeps; names as in the config section ``activation_checkpointing``."""
-
-    partition_activations: bool = False
-    cpu_checkpointing: bool = False
-    contiguous_memory_optimization: bool = False
-    number_checkpoints: int | None = None
-    synchronize_checkpoint_boundary: bool = False
-    profile: bool = False
-
-
-class _Settings:
-    """The settings of this process and what follows from them."""
-
-    def __init__(self) -> None:
-        self.configured = False
-        self.options = CheckpointOptions()
-        self.mpu: Any = None
-        self.statistics = CheckpointStatistics()
-        self._keeper: InputKeeper | None = None
-
-    def set(self, options: CheckpointOptions, mpu: Any) -> None:
-        """Take over new settings; forwards that wait for backward keep the old ones."""
-        self.options = options
-        self.mpu = mpu
-        self._keeper = None
-
-    def shard(self) -> ModelParallelShard:
-        return ModelParallelShard(
-            bwc_tensor_model_parallel_group(self.mpu),
-            bwc_tensor_model_parallel_rank(self.mpu),
-            bwc_tensor_model_parallel_world_size(self.mpu),
-        )
-
-    @property
-    def keeper(self) -> InputKeeper:
-        if self._keeper is None:
-            shard = self.shard()
-            arena = None
-            if self.options.contiguous_memory_optimization:
-                arena = ActivationArena(self.options.number_checkpoints or 1, allocate)
-            self._keeper = InputKeeper(
-                self.statistics,
-                shard if self.options.partition_activations and shard.size > 1 else None,
-                self.options.cpu_checkpointing,
-                arena,
-            )
-        return self._keeper
-
-
-_settings = _Settings()
+_settings = Settings()
 
 # Historical module globals, as views of the settings.
 _VIEWS: dict[str, Callable[[], Any]] = {
@@ -142,51 +86,6 @@ def __getattr__(name: str) -> Any:
 
 
 # Settings
-
-
-def _section_of(source: Any) -> Any:
-    """The section ``activation_checkpointing`` of a config object, of a section, or of a dict, path or base64 text."""
-    if hasattr(source, "activation_checkpointing_config"):
-        return source.activation_checkpointing_config
-    if hasattr(source, "partition_activations"):
-        return source
-    # Only for sources that need parsing: the config package is large.
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    return DeepSpeedConfig.parse(source, partial=True).activation_checkpointing_config
-
-
-def _from_section(section: Any) -> CheckpointOptions:
-    names = CheckpointOptions.__dataclass_fields__
-    return CheckpointOptions(**{name: getattr(section, name) for name in names})
-
-
-def _check(options: CheckpointOptions) -> None:
-    if not options.contiguous_memory_optimization:
-        return
-    from deepspeed.runtime.config import DeepSpeedConfigError
-
-    missing = []
-    if not options.partition_activations:
-        missing.append("partition_activations true")
-    if not options.number_checkpoints:
-        missing.append("number_checkpoints (num_checkpoints) at least 1")
-    if missing:
-        raise DeepSpeedConfigError(
-            "activation_checkpointing.contiguous_memory_optimization (contiguous_checkpointing) is on, which needs "
-            f"{' and '.join(missing)}; set it, or switch contiguous_memory_optimization off"
-        )
-
-
-def _tell_without_effect(options: CheckpointOptions, shard: ModelParallelShard) -> None:
-    """One rank-0 line for each option that changes nothing here."""
-    lines = []
-    if options.partition_activations and shard.size == 1:
-        lines.append("partition_activations has no effect: the model-parallel size is 1")
-    if options.cpu_checkpointing and get_accelerator().name == "cpu":
-        lines.append("cpu_checkpointing has no effect: the accelerator is the cpu, activations are in host memory")
-    for line in lines:
-        log_dist(f"activation_checkpointing.{line}", ranks=[0], level=log_levels["warning"])
 
 
 def configure(
@@ -216,7 +115,7 @@ def configure(
     Raises:
         DeepSpeedConfigError: contiguous_checkpointing without what it needs, or a bad config.
     """
-    options = CheckpointOptions() if deepspeed_config is None else _from_section(_section_of(deepspeed_config))
+    options = CheckpointOptions() if deepspeed_config is None else options_of(deepspeed_config)
     given: dict[str, Any] = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
@@ -226,10 +125,10 @@ def configure(
         "profile": profile,
     }
     options = replace(options, **{name: value for name, value in given.items() if value is not None})
-    _check(options)
+    check_options(options)
     _settings.set(options, mpu_)
     _settings.configured = True
-    _tell_without_effect(options, _settings.shard())
+    tell_without_effect(options, _settings.shard())
 
 
 def is_configured() -> bool:
@@ -246,7 +145,7 @@ def reset() -> None:
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Switch partition_activations on or off; all else stays."""
     options = replace(_settings.options, partition_activations=partition_activation)
-    _check(options)
+    check_options(options)
     _settings.set(options, _settings.mpu)
 
 

@@ -43,7 +43,7 @@ class ModelParallelShard:
 
 @dataclass
 class CheckpointStatistics:
-    """Counts since the last `clear`; bytes are those of the tensors a checkpoint keeps for backward."""
+    """Counts since the last `clear`; bytes are those of the (dense) tensors a checkpoint keeps for backward."""
 
     num_checkpoints: int = 0
     num_recomputed: int = 0
@@ -130,11 +130,16 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, holder: list[torch.Tensor]) -> torch.Tensor:
-        return holder.pop()
+        # `data`: no view as far as autograd knows, since it refuses to change a view made in here in place.
+        return holder.pop().data
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
         return None, None
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def _default_is_on_device(tensor: torch.Tensor) -> bool:
@@ -211,11 +216,11 @@ class InputKeeper:
             ]
         self.statistics.num_checkpoints += 1
         for tensor, kept, plan in zip(tensors, stored, plans, strict=True):
-            self.statistics.input_nbytes += tensor.nbytes
+            self.statistics.input_nbytes += _nbytes(tensor)
             if plan is not None and plan.kept_device != plan.device:
-                self.statistics.host_nbytes += kept.nbytes
+                self.statistics.host_nbytes += _nbytes(kept)
             else:
-                self.statistics.device_nbytes += kept.nbytes
+                self.statistics.device_nbytes += _nbytes(kept)
         return stored, plans
 
     # Restoring
