@@ -13,26 +13,25 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.datastates.config import DeepSpeedDataStatesConfig
 from deepspeed.monitor.config import MONITOR_SECTIONS, DeepSpeedMonitorConfig
-from deepspeed.runtime.config_batch import BatchTriple, resolve_batch
-from deepspeed.runtime.config_checks import cross_problems, without_effect
+from deepspeed.runtime.config_batch import BatchTriple
+from deepspeed.runtime.config_effects import without_effect
+from deepspeed.runtime.config_parse import STRICT_VARIABLE, fill_batch, read_config
 from deepspeed.runtime.config_problems import (
     DeepSpeedConfigError,
     DeepSpeedConfigTypeError,
-    Problem,
     config_error,
 )
 from deepspeed.runtime.config_report import Report
-from deepspeed.runtime.config_schema import BATCH_KEYS, ConfigSections
+from deepspeed.runtime.config_schema import ConfigSections
 from deepspeed.runtime.config_source import ConfigSource, LoadedConfig, load_source
 from deepspeed.runtime.config_types import torch_dtype
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from deepspeed.runtime.config_walk import NEEDS_A_WRAPPER, clean, validate
-from deepspeed.runtime.feature_status import missing_features
 from deepspeed.runtime.hybrid_engine_config import HybridEngineConfig
 from deepspeed.runtime.optimizer_config import (
     ADAGRAD_OPTIMIZER,
@@ -67,6 +66,7 @@ __all__ = [
     "DeepSpeedZeroConfig",
     "HybridEngineConfig",
     "BatchTriple",
+    "STRICT_VARIABLE",
     "ADAGRAD_OPTIMIZER",
     "ADAM_OPTIMIZER",
     "ADAMW_OPTIMIZER",
@@ -82,7 +82,6 @@ __all__ = [
     "TORCH_ADAM_PARAM",
 ]
 
-STRICT_VARIABLE = "DS_CONFIG_STRICT"
 _WRITABLE = frozenset(
     {
         "train_batch_size",
@@ -112,34 +111,40 @@ class DeepSpeedConfig:
     def __init__(self, config: ConfigSource, mpu: Any = None, mesh_device: Any = None) -> None:
         loaded = load_source(config)
         strict = os.environ.get(STRICT_VARIABLE, "0").strip().lower() in ("1", "true", "yes", "on")
-        sections, report = _read(loaded, strict=strict, partial=False)
+        sections, report = read_config(loaded, strict=strict, partial=False)
         self.mesh_device = mesh_device
         ranks = data_parallel_size(loaded.data, sections, mpu, mesh_device)
-        triple = _triple(sections, report, ranks)
+        triple = fill_batch(sections, report, ranks)
         if report.problems or sections is None or triple is None:
             raise config_error(report.problems, loaded.origin)
         self._bind(loaded, sections, report)
         self._take_triple(triple)
 
     @classmethod
-    def parse(cls, source: ConfigSource, *, strict: bool = False, partial: bool = False) -> DeepSpeedConfig:
+    def parse(
+        cls, source: ConfigSource, *, strict: bool = False, partial: bool = False, dp_world_size: int | None = None
+    ) -> DeepSpeedConfig:
         """Read and check a config; batch sizes stay as given until `resolve`.
 
         Args:
             source: mapping, path to JSON/HJSON, or base64 text of one.
             strict: every unknown key is an error.
             partial: keys that a wrapper fills in later may still be "auto" (a config seen while the model is built).
+            dp_world_size: also resolve for this many data-parallel ranks, so that one error has the batch problem too.
 
         Raises:
             DeepSpeedConfigError: lists every problem.
         """
         loaded = load_source(source)
-        sections, report = _read(loaded, strict=strict, partial=partial)
+        sections, report = read_config(loaded, strict=strict, partial=partial)
+        triple = fill_batch(sections, report, dp_world_size) if dp_world_size is not None else None
         if report.problems or sections is None:
             raise config_error(report.problems, loaded.origin)
         config = cls.__new__(cls)
         config.mesh_device = None
         config._bind(loaded, sections, report)
+        if triple is not None:
+            config._take_triple(triple)
         return config
 
     def resolve(self, dp_world_size: int) -> DeepSpeedConfig:
@@ -151,7 +156,7 @@ class DeepSpeedConfig:
         if dp_world_size < 1:
             raise ValueError(f"dp_world_size is {dp_world_size}; expected at least 1")
         report = replace(self._report, problems=[])
-        triple = _triple(self.sections, report, dp_world_size)
+        triple = fill_batch(self.sections, report, dp_world_size)
         if triple is None:
             raise config_error(report.problems, self.origin)
         config = type(self).__new__(type(self))
@@ -283,14 +288,14 @@ class DeepSpeedConfig:
         self.gradient_accumulation_steps = triple.accumulation_steps
         object.__setattr__(self, "world_size", triple.dp_world_size)
 
-    @property
+    @cached_property
     def tensor_parallel_config(self) -> TPTrainingConfig:
         """`tensor_parallel`; its defaults when absent (they hold a torch dtype, so torch is imported here)."""
         from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
         return self.sections.tensor_parallel or TPTrainingConfig()
 
-    @property
+    @cached_property
     def autotuning_config(self) -> AutotuningConfig:
         """`autotuning`; its defaults when absent."""
         from deepspeed.autotuning.config import AutotuningConfig
@@ -373,71 +378,7 @@ class DeepSpeedConfigWriter:
             json.dump(self.data, out)
 
 
-# ---- reading ----
-
-
-def _read(loaded: LoadedConfig, *, strict: bool, partial: bool) -> tuple[ConfigSections | None, Report]:
-    """Sections with wrong values left at their defaults, and everything there is to say."""
-    report = Report()
-    data = _without_bool_zero(loaded.data, report)
-    sections = validate(ConfigSections, clean(ConfigSections, data, "", report), report)
-    if report.unfilled:
-        if partial:
-            report.auto_keys += report.unfilled
-        else:
-            report.problems.append(_unfilled(report))
-    if strict:
-        report.problems += [
-            Problem(key, "unknown key", f"remove it or unset {STRICT_VARIABLE}") for key in report.unknown_keys
-        ]
-    if sections is not None:
-        for problem in [*missing_features(sections), *cross_problems(sections)]:
-            report.add(replace(problem, path=report.written(problem.path)))
-    return sections, report
-
-
-def _unfilled(report: Report) -> Problem:
-    owners = sorted({NEEDS_A_WRAPPER[key] for key in report.unfilled})
-    keys = ", ".join(report.unfilled)
-    for key in report.unfilled:
-        report.taint(key)
-    return Problem(
-        keys,
-        f'found "auto"; expected a value: {"; ".join(owners)}',
-        "without it, write the values into the config",
-        wrong_type=any(key in BATCH_KEYS for key in report.unfilled),
-    )
-
-
-def _without_bool_zero(data: Mapping[str, Any], report: Report) -> Mapping[str, Any]:
-    """The deprecated form `"zero_optimization": true|false` as a section."""
-    wanted = data.get("zero_optimization")
-    if not isinstance(wanted, bool):
-        return data
-    section: dict[str, Any] = {"stage": int(wanted)}
-    if "allgather_size" in data:
-        section["allgather_bucket_size"] = data["allgather_size"]
-        report.spelling["zero_optimization.allgather_bucket_size"] = "allgather_size"
-    report.deprecations.append(
-        f"zero_optimization: {str(wanted).lower()} is deprecated: use zero_optimization.stage, which it sets to "
-        f"{int(wanted)}"
-    )
-    return {**{key: value for key, value in data.items() if key != "allgather_size"}, "zero_optimization": section}
-
-
-def _triple(sections: ConfigSections | None, report: Report, ranks: int) -> BatchTriple | None:
-    if sections is None or any(report.is_tainted(key) for key in BATCH_KEYS):
-        return None
-    result = resolve_batch(
-        sections.train_batch_size,
-        sections.train_micro_batch_size_per_gpu,
-        sections.gradient_accumulation_steps,
-        ranks,
-    )
-    if isinstance(result, Problem):
-        report.problems.append(result)
-        return None
-    return result
+# ---- where the numbers come from ----
 
 
 def data_parallel_size(data: Mapping[str, Any], sections: ConfigSections | None, mpu: Any, mesh_device: Any) -> int:

@@ -51,7 +51,6 @@ NEEDS_A_WRAPPER: dict[str, str] = {
 }
 """Keys for which no default is sensible -> who fills them. Every other "auto" falls back to the default."""
 
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 BLOCKS_THAT_MAY_BE_AUTO = frozenset({"tensorboard", "wandb", "csv_monitor", "comet", "timers"})
 
 

@@ -75,7 +75,8 @@ OPTIMIZER_PARAMS: dict[str, frozenset[str]] = {
         "fused maximize differentiable max_grad_norm"
     ),
     LAMB_OPTIMIZER: _names(
-        "lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad"
+        "lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad "
+        "fp32_optimizer_states"
     ),
     LION_OPTIMIZER: _names("lr betas weight_decay fp32_optimizer_states set_grad_none max_grad_norm"),
     MUON_OPTIMIZER: _names(

@@ -71,3 +71,7 @@ class CheckpointConfig(DeepSpeedConfigModel):
     keep_last: Annotated[Integer, Field(ge=1)] | None = None
     """Keep only this many newest checkpoints in a folder, deleting older ones once a newer one is complete;
     absent = keep all. Example: 3."""
+
+    load_rng_state: Flag = True
+    """Loading a checkpoint also restores the random states of Python, numpy and torch on every rank, so that dropout
+    and shuffling go on as in an unbroken run; false leaves them alone. Example: false."""

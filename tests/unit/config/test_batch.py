@@ -98,6 +98,13 @@ def test_a_config_resolves_for_several_worlds() -> None:
         parsed.resolve(0)
 
 
+def test_one_error_for_sections_and_batch() -> None:
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        DeepSpeedConfig.parse({"train_batch_size": 3, "fp16": {"enabled": 7}}, dp_world_size=2)
+    assert [problem.path for problem in caught.value.problems] == ["fp16.enabled", "train_batch_size"]
+    assert DeepSpeedConfig.parse({"train_batch_size": 4}, dp_world_size=2).train_micro_batch_size_per_gpu == 2
+
+
 def test_the_triple_says_what_was_not_in_the_config() -> None:
     triple = DeepSpeedConfig.parse({"train_batch_size": 8}).resolve(2).batch_triple
     assert str(triple) == (

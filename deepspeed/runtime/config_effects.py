@@ -1,0 +1,100 @@
+"""Settings the user gave that change nothing where they stand.
+
+Owns the table of ZeRO stages at which each field is read, and the few conditions outside ZeRO. Yields one line each;
+none of them is an error, because generated configs carry settings for several stages. Invariant: a setting at its
+default is never named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config_report import Report
+    from deepspeed.runtime.config_schema import ConfigSections
+
+_STAGE_3_ONLY = (
+    "offload_param",
+    "sub_group_size",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+    "memory_efficient_linear",
+    "pipeline_loading_checkpoint",
+    "override_module_apply",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "save_muon_momentum_buffer_in_memory",
+    "leaf_module",
+)
+_ZERO_STAGES: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(_STAGE_3_ONLY, (3, 3)),
+    "round_robin_gradients": (1, 2),
+    "parameter_alignment": (1, 2),
+    "elastic_checkpoint": (1, 2),
+    "offload_optimizer": (1, 3),
+    "zenflow": (1, 3),
+}
+"""zero_optimization field -> first and last stage at which something reads it."""
+
+
+def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
+    """One line per setting the user gave that changes nothing, with what it would need."""
+    zero = s.zero_optimization
+    for name, (first, last) in _ZERO_STAGES.items():
+        value = getattr(zero, name)
+        if name not in zero.model_fields_set or first <= zero.stage <= last or _is_off(zero, name, value):
+            continue
+        needs = f"stage {first}" if first == last else f"stage {first} to {last}"
+        yield (
+            f"{report.written('zero_optimization.' + name)} has no effect: it needs zero_optimization.{needs}, "
+            f"the stage in force is {int(zero.stage)}"
+        )
+    if s.gradient_predivide_factor != 1.0 and not s.prescale_gradients:
+        yield "gradient_predivide_factor has no effect: it needs prescale_gradients true"
+    if s.disable_allgather:
+        yield "disable_allgather has no effect: it is kept for old configs"
+    for section, flag in (
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("bf16", "bf16_master_weights_and_grads"),
+        ("bf16", "bf16_optimizer_states"),
+    ):
+        block = getattr(s, section)
+        if getattr(block, flag) and not block.enabled:
+            yield f"{section}.{flag} has no effect: it needs {section}.enabled true"
+    acts = s.activation_checkpointing
+    if acts.contiguous_memory_optimization and not (acts.partition_activations and acts.number_checkpoints):
+        yield (
+            "activation_checkpointing.contiguous_memory_optimization has no effect: it needs "
+            "activation_checkpointing.partition_activations true and activation_checkpointing.number_checkpoints"
+        )
+    blocks = (zero.offload_optimizer, zero.offload_param)
+    if "aio" in s.model_fields_set and not any(block and block.device == "nvme" for block in blocks):
+        yield "aio has no effect: no offload section of zero_optimization uses device nvme"
+    if s.vocabulary_size is not None and s.vocabulary_size % 8:
+        yield f"vocabulary_size: {s.vocabulary_size} is no multiple of 8, which tensor cores prefer"
+    if zero.elastic_checkpoint and zero.stage in (1, 2):
+        yield "zero_optimization.elastic_checkpoint has no effect: checkpoints record their layout instead"
+
+
+def _is_off(zero: Any, name: str, value: Any) -> bool:
+    """Whether the value given is the one that asks for nothing."""
+    if name in ("offload_optimizer", "offload_param"):
+        return value is None or value.device == "none"
+    if value is None:
+        return True
+    return bool(value == type(zero).model_fields[name].get_default(call_default_factory=True))
