@@ -127,6 +127,10 @@ class ParallelMesh:
         """
         from deepspeed.comm.mpu import read_mpu
 
+        own = getattr(mpu, "mesh", None)
+        if isinstance(own, cls):
+            own.mpu = mpu
+            return own
         found = read_mpu(mpu)
         return cls(found.lines, found.rank, found.world_size, groups=found.groups, mpu=mpu)
 

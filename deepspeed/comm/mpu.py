@@ -15,7 +15,7 @@ from deepspeed.comm.group_facts import Group
 
 # Axis -> methods that return its group, best first.
 _GROUP_METHODS: dict[str, tuple[str, ...]] = {
-    "tp": ("get_tensor_model_parallel_group",),
+    "tp": ("get_tensor_model_parallel_group", "get_slice_parallel_group"),
     "mp": ("get_model_parallel_group",),
     "pp": ("get_pipeline_model_parallel_group", "get_pipe_parallel_group"),
     "sp": ("get_sequence_parallel_group", "get_context_parallel_group"),
