@@ -1,0 +1,232 @@
+"""Putting files on disk so that a crash at any moment leaves the old state or the new one.
+
+Owns: writing aside, fsync, atomic replacement of files and folders, and clearing away what crashes left.
+Does not own: what is written, or when a checkpoint counts as complete (``manifest.py``, ``manager.py``).
+Invariant: a visible name is only ever created or replaced by a rename of something complete and already on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from deepspeed.checkpoint import names
+from deepspeed.utils.torch_file import TorchFile, Written
+
+# A folder in transit whose owner cannot be asked is dead when nothing in it has changed for this long.
+_STALE_AFTER_S = 6 * 3600
+_OWNER = ".owner"
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def open_for_writing(path: Path) -> BinaryIO:
+    """The one place files are opened for writing (a place for fault injection in tests)."""
+    return open(path, "wb", buffering=1 << 20)
+
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears at ``path`` only when the block ends without error, complete and on disk."""
+    aside = path.with_name(names.partial_file(path.name, os.getpid()))
+    try:
+        with open_for_writing(aside) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` atomically."""
+    with written_aside(path) as file:
+        file.write(text.encode())
+
+
+def write_torch(path: Path, content: TorchFile) -> Written:
+    """Write ``content`` to ``path`` atomically; returns size and checksum, and checks the size on disk.
+
+    Raises OSError.
+    """
+    with written_aside(path) as file:
+        written = content.write(file)
+    found = path.stat().st_size
+    if found != written.nbytes:
+        raise OSError(errno.EIO, f"{written.nbytes} bytes were written, the file has {found}", str(path))
+    return written
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside ``folder`` durable. File systems that cannot sync a folder are left alone."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+def open_saving_folder(folder: Path) -> None:
+    """Create ``folder`` and say in it which process it belongs to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _OWNER).write_text(f"{socket.gethostname()}\n{os.getpid()}\n{_start_time(os.getpid())}\n")
+
+
+def publish_folder(saved: Path, final: Path, token: str) -> None:
+    """Make the complete folder ``saved`` visible as ``final``, replacing what stands there in one step.
+
+    Files in the replaced folder that no save wrote are kept. Where the system cannot swap two names at once there is
+    a moment without ``final``; :func:`recover` puts the old one back after a crash in it.
+    """
+    (saved / _OWNER).unlink(missing_ok=True)
+    sync_folder(saved)
+    if not final.exists():
+        os.rename(saved, final)
+        sync_folder(final.parent)
+        return
+    old = saved
+    if not _exchange(saved, final):
+        old = _hidden(final, names.Transit.REPLACED, token)
+        os.rename(final, old)
+        os.rename(saved, final)
+    sync_folder(final.parent)
+    _keep_foreign(old, final)
+    delete_folder(old, final.name, token)
+
+
+def delete_folder(folder: Path, name: str, token: str) -> None:
+    """Delete ``folder`` (tag ``name``) so that no crash leaves a part of it under a name that counts.
+
+    What cannot be deleted now is cleared by a later save.
+    """
+    aside = _hidden(folder.with_name(name), names.Transit.DELETED, token)
+    os.rename(folder, aside)
+    sync_folder(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def saving_folder(final: Path, token: str) -> Path:
+    """Where the save with ``token`` collects the files of the tag folder ``final``."""
+    return _hidden(final, names.Transit.SAVING, token)
+
+
+def _hidden(final: Path, kind: names.Transit, token: str) -> Path:
+    return final.with_name(str(names.HiddenName(final.name, kind, token)))
+
+
+def _keep_foreign(old: Path, new: Path) -> None:
+    for entry in old.iterdir():
+        if entry.name != _OWNER and not names.is_checkpoint_file(entry.name) and not (new / entry.name).exists():
+            os.rename(entry, new / entry.name)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names atomically where the system can."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False  # this file system cannot
+    raise OSError(code, os.strerror(code), str(second))
+
+
+# ---- after a crash -------------------------------------------------------------------------------------------------
+
+
+def recover(final: Path, is_complete: Callable[[Path], bool]) -> bool:
+    """Put back a complete tag that a crash left without its name. True when something was put back."""
+    if final.exists() or not final.parent.is_dir():
+        return False
+    for entry in sorted(final.parent.iterdir()):
+        hidden = names.parse_hidden(entry.name)
+        replaced = hidden is not None and hidden.kind is names.Transit.REPLACED and hidden.name == final.name
+        if replaced and is_complete(entry):
+            with contextlib.suppress(OSError):  # another process was faster
+                os.rename(entry, final)
+                sync_folder(final.parent)
+                return True
+    return False
+
+
+def clear_leftovers(folder: Path, is_complete: Callable[[Path], bool]) -> list[str]:
+    """Remove what saves that ended early left in ``folder``; returns the names removed.
+
+    A replaced folder whose tag is missing is put back first, so nothing complete is ever lost here. Folders and files
+    of processes that live, or may live on another host, are left alone.
+    """
+    removed = []
+    for entry in sorted(folder.iterdir()):
+        hidden = names.parse_hidden(entry.name)
+        if hidden is not None and entry.is_dir() and not entry.is_symlink():
+            if hidden.kind is names.Transit.REPLACED and recover(folder / hidden.name, is_complete):
+                continue
+            if hidden.kind is not names.Transit.SAVING or _owner_is_gone(entry):
+                shutil.rmtree(entry, ignore_errors=True)
+                removed.append(entry.name)
+        elif names.is_partial_file(entry.name) and entry.is_file() and _untouched_for_long(entry):
+            entry.unlink(missing_ok=True)
+            removed.append(entry.name)
+    return removed
+
+
+def _owner_is_gone(folder: Path) -> bool:
+    try:
+        host, pid, started = (folder / _OWNER).read_text().split("\n")[:3]
+        number = int(pid)
+    except (OSError, ValueError):
+        return _untouched_for_long(folder)
+    if host != socket.gethostname():
+        return _untouched_for_long(folder)
+    return _start_time(number) != started
+
+
+def _untouched_for_long(path: Path) -> bool:
+    """By the clock of the file system itself: the clocks of hosts may differ or jump."""
+    probe = path.with_name(f".clock.{os.getpid()}.partial")
+    try:
+        newest = max(entry.stat().st_mtime for entry in [path, *path.rglob("*")])
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+    except OSError:
+        return False
+    return now - newest > _STALE_AFTER_S
+
+
+def _start_time(pid: int) -> str:
+    """What tells this process from a later one with the same number; empty when there is no such process."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", errors="replace") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[19]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    return "alive"

@@ -1,0 +1,9 @@
+"""The one error of saving and loading. Every rank raises it with the same text."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read. The text says where, what was found, what was expected, what to do."""

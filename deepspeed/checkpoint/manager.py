@@ -1,0 +1,424 @@
+"""``CheckpointManager``: what ``engine.save_checkpoint``, ``load_checkpoint`` and ``save_16bit_model`` do.
+
+    save    agree on tag and space -> write all files aside -> agree that all succeeded -> manifest, rename -> latest
+    load    open, check, plan on every rank -> agree -> copy -> agree
+
+Both are collective over all ranks. Every step ends in an agreement (``agree.py``), so one rank's failure is everyone's
+error, and up to the last step nothing that was there before has changed: no file on saving, no tensor on loading.
+
+Owns: the order of these steps and the rules about tags. Does not own: content (``writer.py``, ``restore.py``,
+``engine_state.py``), atomicity (``durable.py``), validity (``manifest.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint import agree, durable, engine_state, export, names, reader, restore, trusted, writer
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.manifest import Manifest, complete_tags, is_complete
+from deepspeed.git_version_info import version
+from deepspeed.runtime.zero import state_dict as zero_state
+from deepspeed.utils.logging import logger
+from deepspeed.utils.torch_file import TorchFile, Written
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+_SPARE_NBYTES = 1 << 20  # archive overhead, manifest and scripts beside the data
+_SCRIPTS_FOLDER = Path(__file__).resolve().parent.parent / "utils"
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What one rank brings to the first agreement of a save."""
+
+    tag: str
+    token: str
+    nbytes: int
+    leader: bool
+
+
+class CheckpointManager:
+    """See the module docstring. Holds no tensors and no files between calls."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine: Any = engine
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.config = engine._config.checkpoint
+        if not self.config.checkpoint_serialization:
+            self._say("checkpoint.checkpoint_serialization=false has no effect: files are always zip archives")
+
+    def close(self) -> None:
+        """Forget the engine. Nothing is pending: saves are complete when they return."""
+        self.engine = None
+
+    # ---- save ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything an exact resume needs to ``save_dir/tag`` (default tag: ``global_step{N}``).
+
+        When it returns, the checkpoint is complete and on disk, on every rank's account; True. Raises ValueError for
+        an empty folder or a tag that is refused, KeyError for a reserved key in ``client_state``, CheckpointError (the
+        same on all ranks) when writing failed anywhere; then what was there before is untouched.
+        """
+        if not os.fspath(save_dir):
+            raise ValueError("save_checkpoint: save_dir is empty")
+        folder = Path(save_dir)
+        text = names.check_tag(names.DEFAULT_TAG.format(self.engine.global_steps) if tag is None else tag)
+        extra = self._own_client_state(client_state or {})
+        files, requests = agree.together(
+            f"saving checkpoint {text!r} to {folder}",
+            lambda: self._prepare(extra, exclude_frozen_parameters),
+            lambda made: SaveRequest(text, secrets.token_hex(4), sum(f.nbytes for f in made.values()), self._leads()),
+        )
+        text = self._agreed_tag(requests)
+        doing = f"saving checkpoint {text!r} to {folder}"
+        token = requests[0].token
+        final = folder / text
+        aside = durable.saving_folder(final, token)
+        try:
+            _, reports = agree.together(
+                doing, lambda: self._write(files, aside, sum(request.nbytes for request in requests)), lambda done: done
+            )
+            agree.together(
+                doing, lambda: self._publish(folder, text, token, self._merged(reports, requests), save_latest)
+            )
+        except CheckpointError:
+            if self._leads():
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        return True
+
+    def _own_client_state(self, client_state: dict[str, Any]) -> dict[str, Any]:
+        """The user's keys; those the library owns (handed out by ``load_checkpoint``) are left out."""
+        reserved = sorted(keys.RESERVED_CLIENT_KEYS & set(client_state))
+        if reserved:
+            raise KeyError(f"client_state: {', '.join(reserved)} belongs to the library; use another key")
+        kept = {key: value for key, value in client_state.items() if key not in keys.LIBRARY_KEYS}
+        if self.rank == 0:
+            self._warn_of_trust(kept)
+        return kept
+
+    def _warn_of_trust(self, client_state: dict[str, Any]) -> None:
+        for key, value in client_state.items():
+            if zero_state.is_plain(value):
+                continue
+            with contextlib.suppress(Exception):  # what cannot be pickled at all is reported by the save itself
+                asked = trusted.foreign_classes(value, lambda item: TorchFile(item).pickled)
+                if asked:
+                    self._say(
+                        f"client_state[{key!r}] holds objects of {', '.join(asked)}: loading it will need "
+                        "torch.serialization.add_safe_globals for these classes; weights and optimizer state will not"
+                    )
+
+    def _prepare(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, TorchFile]:
+        engine = self.engine
+        accumulation = engine.accumulation
+        if accumulation.managed and accumulation.micro_steps % accumulation.steps:
+            self._say(
+                f"saving inside a window of {accumulation.steps} micro-steps: gradients of its "
+                f"{accumulation.micro_steps % accumulation.steps} ones are not saved; a resumed run repeats them"
+            )
+        if engine.optimizer is not None and zero_state.unsaved_settings(engine.optimizer):
+            self._say(
+                "these settings of the optimizer's parameter groups are not plain data and stay out of the checkpoint: "
+                + ", ".join(zero_state.unsaved_settings(engine.optimizer))
+            )
+        contents = writer.contents(engine, self.rank, client_state, exclude_frozen, self._writes_model())
+        made = {}
+        for name, content in contents.items():
+            try:
+                made[name] = TorchFile(content)
+            except Exception as error:
+                raise CheckpointError(f"{_unpicklable(content)} cannot be pickled: {error}") from error
+        return made
+
+    def _writes_model(self) -> bool:
+        """Data-parallel rank 0 writes the weights; with node-local disks the first rank of every node does."""
+        return self.engine.mesh.rank("zero") == 0 or (self.config.use_node_local_storage and self._leads())
+
+    def _leads(self) -> bool:
+        """The rank that renames folders: the first of the job, or of its node where every node has its own disk."""
+        if self.config.use_node_local_storage:
+            return dist.get_local_rank() == 0 if dist.is_initialized() else True
+        return self.rank == 0
+
+    def _agreed_tag(self, requests: list[SaveRequest]) -> str:
+        tags = [request.tag for request in requests]
+        if len(set(tags)) > 1 and self.config.tag_validation.upper() != "IGNORE":
+            shown = ", ".join(f"rank {rank}: {tag!r}" for rank, tag in enumerate(tags))
+            message = f"the ranks save under different tags ({shown})"
+            if self.config.tag_validation.upper() == "FAIL":
+                raise AssertionError(f"{message}; checkpoint.tag_validation is Fail, so nothing was saved")
+            self._say(f"{message}; all of them save under {tags[0]!r}, the tag of rank 0")
+        return tags[0]
+
+    def _write(self, files: dict[str, TorchFile], aside: Path, total: int) -> dict[str, Written]:
+        if self._leads():
+            durable.open_saving_folder(aside)
+            free = shutil.disk_usage(aside).free
+            if free < total + _SPARE_NBYTES:
+                raise CheckpointError(f"{aside.parent} has {free:,} bytes free, the checkpoint needs {total:,}")
+        aside.mkdir(parents=True, exist_ok=True)
+        return {name: durable.write_torch(aside / name, content) for name, content in files.items()}
+
+    def _merged(self, reports: list[dict[str, Written]], requests: list[SaveRequest]) -> dict[str, Written]:
+        """Every file of the folder this rank publishes."""
+        ranks = range(self.world)
+        if self.config.use_node_local_storage:
+            leaders = [rank for rank in ranks if requests[rank].leader and rank <= self.rank]
+            following = [rank for rank in ranks if requests[rank].leader and rank > self.rank]
+            ranks = range(leaders[-1] if leaders else 0, following[0] if following else self.world)
+        return {name: written for rank in ranks for name, written in reports[rank].items()}
+
+    def _publish(self, folder: Path, tag: str, token: str, files: dict[str, Written], save_latest: bool) -> None:
+        if not self._leads():
+            return
+        final = folder / tag
+        aside = durable.saving_folder(final, token)
+        siblings = complete_tags(final.parent)
+        number = 1 + max((number for number, _ in siblings), default=0)
+        Manifest(files, number, int(self.engine.global_steps), self.world, version).write(aside)
+        durable.publish_folder(aside, final, token)
+        if not is_complete(final):
+            raise CheckpointError(f"{final} is not complete right after it was written: is another job saving there?")
+        if any(names.parse_optim_file(name) for name in files):
+            self._copy_scripts(folder)
+        if save_latest:
+            durable.write_text(folder / names.LATEST, tag)
+        self._retain(final, token, save_latest)
+        durable.clear_leftovers(final.parent, is_complete)
+
+    @staticmethod
+    def _copy_scripts(folder: Path) -> None:
+        for name in names.RECOVERY_SCRIPTS:
+            text = (_SCRIPTS_FOLDER / name).read_text()
+            target = folder / name
+            if not target.exists() or target.read_text(errors="replace") != text:
+                durable.write_text(target, text)
+                target.chmod(target.stat().st_mode | 0o100)
+
+    def _retain(self, final: Path, token: str, save_latest: bool) -> None:
+        """Delete the oldest complete tags beyond ``checkpoint.keep_last``, never the one ``latest`` names."""
+        keep = self.config.keep_last
+        if keep is None:
+            return
+        found = [tag for _, tag in complete_tags(final.parent) if tag != final.name]
+        pointed = None
+        with contextlib.suppress(ValueError):
+            pointed = reader.read_latest(final.parent)
+        for tag in found[: max(0, len(found) + 1 - keep)]:
+            if tag != pointed:
+                durable.delete_folder(final.parent / tag, tag, token)
+
+    # ---- load ------------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        *,
+        strict: bool = True,
+        optimizer_states: bool = True,
+        scheduler_states: bool = True,
+        module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restore what :meth:`save` wrote, at any number of ranks, stage or precision; ``(path, client_state)``.
+
+        ``tag`` None: the one ``latest`` names; without such a file nothing is loaded and ``(None, None)`` returned,
+        with a warning that says what the folder holds. Raises CheckpointError (the same on all ranks, engine
+        untouched) when the tag or one of its files is missing or damaged or does not fit the model.
+        """
+        folder = Path(load_dir)
+        wanted = None if tag is None else names.check_tag(tag, loading=True)
+        doing = f"loading checkpoint {wanted or '(latest)'} from {folder}"
+        plan, tags = agree.together(
+            doing,
+            lambda: self._plan(folder, wanted, strict, optimizer_states, scheduler_states, module_only, custom_load_fn),
+            lambda made: None if made is None else made.saved.tag,
+        )
+        if len(set(tags)) > 1:
+            raise CheckpointError(f"{doing}: the ranks see different tags in {names.LATEST}: {tags}")
+        if plan is None:
+            self._say(
+                f"nothing was loaded: there is no {names.LATEST} file and no tag was given. {reader.describe(folder)}. "
+                "Training starts from scratch unless load_checkpoint is given the right folder or a tag",
+            )
+            return None, None
+        agree.together(doing, plan.apply)
+        plan.finish()
+        for note in plan.notes():
+            self._say(f"checkpoint {plan.saved.tag!r}: {note}")
+        return str(plan.saved.path), plan.client_state
+
+    def _plan(
+        self,
+        folder: Path,
+        wanted: str | None,
+        strict: bool,
+        optimizer_states: bool,
+        scheduler_states: bool,
+        module_only: bool,
+        custom_load_fn: Callable[..., Any] | None,
+    ) -> LoadPlan | None:
+        tag = wanted if wanted is not None else reader.read_latest(folder)
+        if tag is None:
+            return None
+        engine = self.engine
+        saved = reader.SavedTag(folder, tag, writer.model_parallel_rank(engine))
+        optimizer = engine.optimizer if not module_only else None
+        files = [saved.model_file]
+        wants_masters = optimizer_states or engine.zero_load_from_fp32_weights()
+        if (
+            optimizer is not None
+            and saved.stage >= 1
+            and (optimizer_states or (wants_masters and saved.has_optim_files()))
+        ):
+            files += saved.optim_files()
+        saved.check_files(files, self.rank, self.world)
+        plan = LoadPlan(engine, saved, restore.plan_module(engine.module, saved, strict, custom_load_fn))
+        if optimizer is not None:
+            self._plan_optimizer(plan, optimizer_states, wants_masters and len(files) > (saved.stage >= 1))
+        if not module_only:
+            plan.engine_plan = engine_state.plan_engine(
+                engine, saved, self.rank, scheduler_states=scheduler_states, optimizer_states=optimizer_states
+            )
+        plan.client_state = engine_state.client_state(
+            saved,
+            scheduler_loaded=scheduler_states and not module_only and engine.lr_scheduler is not None,
+            optimizer_loaded=optimizer is not None and optimizer_states,
+            module_only=module_only,
+        )
+        return plan
+
+    def _plan_optimizer(self, plan: LoadPlan, with_states: bool, with_masters: bool) -> None:
+        saved = plan.saved
+        if saved.record is None:
+            if with_states:
+                held = (
+                    "holds no optimizer state"
+                    if saved.ours
+                    else "was written by another release, whose layout is not known"
+                )
+                raise CheckpointError(
+                    f"{saved.folder} {held}; load with load_optimizer_states=False or load_module_only=True"
+                )
+            return
+        if with_states or with_masters:
+            module_names = {
+                names.clean_name(name) for name, _ in self.engine.module.named_parameters(remove_duplicate=False)
+            }
+            plan.optimizer_plan = restore.plan_optimizer(
+                self.engine.optimizer, saved, with_states=with_states, module_names=module_names
+            )
+        elif saved.stage >= 1:
+            plan.extra_notes.append("fp32 masters are rebuilt from the weights")
+
+    # ---- export ----------------------------------------------------------------------------------------------------
+
+    def save_16bit(
+        self, save_dir: str | os.PathLike[str], save_filename: str, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole module's state dict to ``save_dir/save_filename``, atomically, from rank 0. Collective."""
+        path = Path(save_dir) / _plain_file_name(save_filename)
+
+        def work() -> None:
+            state = self.consolidated_16bit_state_dict(exclude_frozen_parameters)
+            if state is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                durable.write_torch(path, TorchFile(state))
+
+        agree.together(f"saving {path}", work)
+        return True
+
+    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole module's state dict in its own dtype, on the host: a dict on rank 0, None elsewhere.
+
+        Buffers, frozen and tied tensors are in it (tied ones share memory); names hold no compile wrappers.
+        """
+        if self.rank != 0:
+            return None
+        return export.whole_state_dict(self.engine, exclude_frozen_parameters)
+
+    def _say(self, message: str) -> None:
+        if self.rank == 0:
+            logger.warning(message)
+
+
+class LoadPlan:
+    """Everything one load will do to this rank's engine."""
+
+    def __init__(self, engine: Any, saved: reader.SavedTag, module: restore.ModulePlan) -> None:
+        self.engine, self.saved, self.module = engine, saved, module
+        self.optimizer_plan: restore.OptimizerPlan | None = None
+        self.engine_plan: engine_state.EnginePlan | None = None
+        self.client_state: dict[str, Any] = {}
+        self.extra_notes: list[str] = []
+
+    def apply(self) -> None:
+        """Copy. Local to this rank."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if optimizer is not None:
+            engine.zero_grad()
+        self.module.apply(engine.module)
+        if optimizer is not None:
+            optimizer.refresh_fp32_params()
+            if self.optimizer_plan is not None:
+                self.optimizer_plan.apply(optimizer)
+        if self.engine_plan is not None:
+            self.engine_plan.apply(engine)
+        engine.loaded_checkpoint_tag = self.saved.tag
+
+    def finish(self) -> None:
+        """What needs all ranks, and what comes last."""
+        optimizer = self.engine.optimizer
+        if self.optimizer_plan is not None and self.optimizer_plan.publish:
+            optimizer.publish_masters()
+        if optimizer is not None:
+            for group in optimizer.groups:
+                group.edited()  # what loading wrote are no edits of the user's, whose weights win over masters
+        if self.engine_plan is not None:
+            self.engine_plan.apply_random()
+
+    def notes(self) -> list[str]:
+        """What was skipped or is new, one line each."""
+        found = [*self.module.notes, *self.extra_notes]
+        if self.optimizer_plan is not None:
+            found += self.optimizer_plan.notes
+        if self.engine_plan is not None:
+            found += self.engine_plan.notes
+        return found
+
+
+def _unpicklable(content: dict[str, Any]) -> str:
+    for key, value in content.items():
+        try:
+            TorchFile(value)
+        except Exception:  # only the name of the culprit is wanted here
+            return f"client_state[{key!r}]" if key not in keys.LIBRARY_KEYS else key
+    return "the state"
+
+
+def _plain_file_name(name: str) -> str:
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        raise ValueError(f"save_filename {name!r} must be a file name without folders")
+    return name

@@ -1,0 +1,116 @@
+"""The manifest of a tag folder: every file with its size and checksum. Written last; a tag of ours without one is torn.
+
+Owns: writing, reading and verifying ``manifest.json``, and finding the complete tags of a folder.
+Does not own: atomicity (``durable.py``), which files there are (``writer.py``).
+Invariant: a file listed here was complete and on disk, with these bytes, when the manifest was written.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from deepspeed.checkpoint import durable, names
+from deepspeed.utils.torch_file import Written
+
+_VERSION = 1
+_CHUNK_NBYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete tag holds. ``number`` grows with every save into a folder, whatever clocks say."""
+
+    files: dict[str, Written]
+    number: int
+    global_steps: int
+    world_size: int
+    ds_version: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(written.nbytes for written in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        """Write ``manifest.json``, atomically, into ``folder``."""
+        record = {"version": _VERSION, **asdict(self)}
+        durable.write_text(folder / names.MANIFEST, json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of ``folder``; None when there is none. Raises ValueError naming the file when it is damaged."""
+    path = folder / names.MANIFEST
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    try:
+        if record["version"] != _VERSION:
+            raise ValueError(f"{path} has version {record['version']!r}; this release reads version {_VERSION}")
+        files = {name: Written(int(entry["nbytes"]), int(entry["crc32"])) for name, entry in record["files"].items()}
+        return Manifest(files, *(record[key] for key in ("number", "global_steps", "world_size", "ds_version")))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def wrong_sizes(folder: Path, manifest: Manifest, chosen: Iterable[str] | None = None) -> list[str]:
+    """One line per file that is missing or has another size than the manifest says; reads no data."""
+    problems = []
+    for name in sorted(manifest.files if chosen is None else chosen):
+        expected = manifest.files[name].nbytes
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+            continue
+        if found != expected:
+            problems.append(f"{name} has {found} bytes, {expected} were saved")
+    return problems
+
+
+def wrong_checksums(folder: Path, manifest: Manifest, chosen: Iterable[str]) -> list[str]:
+    """One line per file of ``chosen`` whose bytes are not those that were saved; reads them all."""
+    problems = []
+    for name in sorted(chosen):
+        found = file_crc32(folder / name)
+        saved = manifest.files[name].crc32
+        if found != saved:
+            problems.append(f"{name} is damaged: its bytes have CRC-32 {found:08x}, those saved had {saved:08x}")
+    return problems
+
+
+def file_crc32(path: Path) -> int:
+    """CRC-32 of all bytes of a file."""
+    crc = 0
+    buffer = bytearray(_CHUNK_NBYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(view[:count], crc)
+    return crc
+
+
+def is_complete(folder: Path) -> bool:
+    """True for a tag folder whose manifest is whole and whose files are all there in full size."""
+    try:
+        manifest = read_manifest(folder)
+    except (ValueError, OSError):
+        return False
+    return manifest is not None and not wrong_sizes(folder, manifest)
+
+
+def complete_tags(save_dir: Path) -> list[tuple[int, str]]:
+    """``(number, tag)`` of the complete tags directly in ``save_dir``, oldest first. Foreign folders are not listed."""
+    found = []
+    for entry in save_dir.iterdir():
+        if entry.name.startswith(".") or not entry.is_dir() or not is_complete(entry):
+            continue
+        manifest = read_manifest(entry)
+        assert manifest is not None
+        found.append((manifest.number, entry.name))
+    return sorted(found)

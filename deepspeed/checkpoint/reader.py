@@ -1,0 +1,298 @@
+"""One saved tag, opened for reading: its files checked, its weights mapped, its optimizer state indexed.
+
+Owns: finding the tag, checking that its files are there and whole, and turning them into a :class:`FragmentIndex`.
+Does not own: what an engine does with them (``restore.py``), agreement between ranks (``manager.py``).
+Invariant: opening changes nothing on disk but one thing: a tag that a crash left without its name gets it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import durable, names, trusted
+from deepspeed.checkpoint import index as indexing
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.manifest import Manifest, is_complete, read_manifest, wrong_checksums, wrong_sizes
+from deepspeed.runtime.zero.layout import ShardLayout
+from deepspeed.runtime.zero.state_dict import FLAT
+
+
+def read_latest(load_dir: Path) -> str | None:
+    """The tag ``latest`` names, or None when there is no such file. Raises ValueError for a tag that is refused."""
+    try:
+        text = (load_dir / names.LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return names.check_tag(text)
+    except ValueError as error:
+        raise ValueError(f"{load_dir / names.LATEST}: {error}") from None
+
+
+def tags_in(load_dir: Path) -> list[str]:
+    """Folders of ``load_dir`` that look like tags."""
+    if not load_dir.is_dir():
+        return []
+    return sorted(
+        entry.name
+        for entry in load_dir.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".") and any(entry.glob(f"*{keys.MODEL_FILE_SUFFIX}"))
+    )
+
+
+def describe(load_dir: Path, limit: int = 20) -> str:
+    """What ``load_dir`` holds, for messages."""
+    if not load_dir.exists():
+        return f"{load_dir} does not exist"
+    if not load_dir.is_dir():
+        return f"{load_dir} is a file"
+    entries = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in load_dir.iterdir())
+    if not entries:
+        return f"{load_dir} is empty"
+    more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
+    return f"{load_dir} holds {', '.join(entries[:limit])}{more}"
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """What the layout record says of a parameter the saved optimizer held."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    master_dtype: str
+    aliased: bool
+    group_index: int
+
+
+class SavedTag:
+    """See the module docstring. ``mp_rank`` is the slice of the model this process needs."""
+
+    def __init__(self, load_dir: Path, tag: str, mp_rank: int = 0) -> None:
+        self.load_dir, self.tag, self.mp_rank = load_dir, tag, mp_rank
+        self.folder = load_dir if tag == names.THIS_FOLDER else load_dir / tag
+        durable.recover(self.folder, is_complete)
+        if not self.folder.is_dir():
+            found = tags_in(load_dir)
+            raise CheckpointError(
+                f"there is no checkpoint {tag!r} in {load_dir}; "
+                + (f"the tags there are {', '.join(found)}" if found else describe(load_dir))
+            )
+        self.manifest: Manifest | None = read_manifest(self.folder)
+        self.model_file = names.model_file(mp_rank)
+        self._require([self.model_file])
+        self.model: dict[str, Any] = trusted.load_file(self.folder / self.model_file)
+        if not isinstance(self.model, dict) or keys.MODULE not in self.model:
+            raise CheckpointError(f"{self.path} is not a model-states file: it has no {keys.MODULE!r}")
+        self._check_library_part()
+
+    @property
+    def path(self) -> Path:
+        """The model-states file."""
+        return self.folder / self.model_file
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The layout record; None when no optimizer was saved or another release wrote the tag."""
+        found: dict[str, Any] | None = self.model.get(keys.LAYOUT_RECORD)
+        return found
+
+    @property
+    def engine_state(self) -> dict[str, Any]:
+        return self.model.get(keys.ENGINE_STATE) or {}
+
+    @property
+    def ours(self) -> bool:
+        return keys.ENGINE_STATE in self.model
+
+    @property
+    def stage(self) -> int:
+        return int(self.record["zero_stage"]) if self.record else 0
+
+    @property
+    def shards(self) -> int:
+        """Ranks the optimizer state was saved by."""
+        return int(self.model.get(keys.DP_WORLD_SIZE, 1)) if self.stage >= 1 else 0
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _check_library_part(self) -> None:
+        if self.ours and self.manifest is None:
+            raise CheckpointError(
+                f"{self.folder} has no {names.MANIFEST}: the save did not finish, or the folder was copied without it"
+            )
+        for key in keys.LIBRARY_KEYS - {keys.MODULE, keys.LR_SCHEDULER, keys.ENGINE_STATE, keys.DS_CONFIG}:
+            asked = trusted.untrusted_paths(self.model.get(key))
+            if asked:
+                raise CheckpointError(
+                    f"{self.path}: {key!r} asks for {', '.join(asked)}, which no checkpoint needs; refused"
+                )
+        version = (self.record or {}).get("version", keys.LAYOUT_RECORD_VERSION)
+        if version != keys.LAYOUT_RECORD_VERSION:
+            raise CheckpointError(
+                f"{self.path}: layout record version {version}; this release reads version {keys.LAYOUT_RECORD_VERSION}"
+            )
+
+    def check_trust(self, key: str, value: Any) -> Any:
+        """``value``, unless it holds objects of classes nobody allowed: then CheckpointError with the way out."""
+        asked = trusted.untrusted_paths(value)
+        if asked:
+            classes = ", ".join(path.rpartition(".")[2] for path in asked)
+            raise CheckpointError(
+                f"{self.path}: {key} holds objects of {', '.join(asked)}, which are not plain data and need your "
+                "trust (weights and optimizer state do not). If you trust this file, call "
+                f"torch.serialization.add_safe_globals([{classes}]) before loading"
+            )
+        return value
+
+    def optim_files(self) -> list[str]:
+        """File name of every shard, in rank order. Raises CheckpointError naming the missing ones."""
+        found: dict[int, str] = {}
+        for entry in self.folder.iterdir():
+            parts = names.parse_optim_file(entry.name)
+            if parts is not None and parts.mp_rank == self.mp_rank:
+                found[parts.dp_rank] = entry.name
+        missing = [rank for rank in range(self.shards) if rank not in found]
+        if missing:
+            bf16 = any(name.startswith("bf16") for name in found.values())
+            shown = ", ".join(names.optim_file(rank, self.mp_rank, bf16=bf16) for rank in missing)
+            raise CheckpointError(
+                f"{self.folder} was saved by {self.shards} ranks; optimizer-states files are missing: {shown}. The "
+                f"tags in {self.load_dir} are {', '.join(tags_in(self.load_dir)) or 'none'}"
+            )
+        return [found[rank] for rank in range(self.shards)]
+
+    def has_optim_files(self) -> bool:
+        return any(names.parse_optim_file(entry.name) for entry in self.folder.iterdir())
+
+    def _require(self, chosen: Iterable[str]) -> None:
+        if self.manifest is None:
+            missing = [name for name in chosen if not (self.folder / name).exists()]
+            problems = [f"{name} is missing" for name in missing]
+        else:
+            unknown = [name for name in chosen if name not in self.manifest.files]
+            problems = [f"{name} is not part of this checkpoint" for name in unknown]
+            problems += wrong_sizes(self.folder, self.manifest, [name for name in chosen if name not in unknown])
+        if problems:
+            raise CheckpointError(f"checkpoint {self.tag!r} in {self.load_dir} is not complete: {'; '.join(problems)}")
+
+    def check_files(self, chosen: list[str], rank: int, world: int) -> None:
+        """All of ``chosen`` are there in full size, and this rank's share of them has the right checksums.
+
+        Rank r checks the file of shard r, which it is the most likely to read anyway. Raises CheckpointError.
+        """
+        self._require(chosen)
+        if self.manifest is None:
+            return
+        share = []
+        for number, name in enumerate(chosen):
+            parts = names.parse_optim_file(name)
+            if (parts.dp_rank if parts else number) % world == rank:
+                share.append(name)
+        problems = wrong_checksums(self.folder, self.manifest, share)
+        if problems:
+            raise CheckpointError(f"checkpoint {self.tag!r} in {self.load_dir}: {'; '.join(problems)}")
+
+    # ---- optimizer state -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def parameters(self) -> dict[str, SavedParameter]:
+        """Every parameter the saved optimizer held."""
+        held = {}
+        for group in self.record["groups"] if self.record else ():
+            for slot, shape in zip(group["layout"]["slots"], group["shapes"], strict=True):
+                held[slot[0]] = SavedParameter(
+                    tuple(shape), group["dtype"], group["master_dtype"], group["aliased"], group["group_index"]
+                )
+        return held
+
+    @cached_property
+    def hyper_parameters(self) -> list[dict[str, Any]]:
+        """The saved optimizer's parameter groups."""
+        if self.stage == 0:
+            return list(_plain_optimizer(self.model[keys.OPTIMIZER])[keys.PARAM_GROUPS])
+        return list(self.shard(0)[keys.BASE_OPTIMIZER_STATE][keys.PARAM_GROUPS])
+
+    @cached_property
+    def _shards(self) -> dict[int, dict[str, Any]]:
+        return {}
+
+    def shard(self, rank: int) -> dict[str, Any]:
+        """The optimizer state dict in the file of shard ``rank``, mapped; its layout record is checked."""
+        if rank not in self._shards:
+            name = self.optim_files()[rank]
+            self._require([name])
+            data = trusted.load_file(self.folder / name)
+            asked = trusted.untrusted_paths(data)
+            if asked:
+                raise CheckpointError(f"{self.folder / name} asks for {', '.join(asked)}, which is refused")
+            shard = data[keys.OPTIMIZER_STATE_DICT]
+            if shard.get(keys.LAYOUT_RECORD) != self.record or shard.get(keys.SHARD_RANK) != rank:
+                raise CheckpointError(
+                    f"{self.folder / name} does not belong to this checkpoint: its layout record differs from the one "
+                    f"in {self.model_file}"
+                )
+            self._shards[rank] = shard
+        return self._shards[rank]
+
+    @cached_property
+    def index(self) -> indexing.FragmentIndex:
+        """Where masters and optimizer state lie. Files of shards are opened when their elements are first asked for."""
+        made = indexing.FragmentIndex()
+        if self.record is None:
+            return made
+        module = self.model[keys.MODULE]
+        for name, saved in self.parameters.items():
+            if saved.aliased and name in module:
+                extent = indexing.Extent(
+                    self.model_file, f"module.{name}", 0, 0, module[name].numel(), FLAT, module[name]
+                )
+                made.add(name, indexing.MASTER, extent)
+        if self.stage == 0:
+            self._index_stage_0(made)
+        else:
+            made.owners = indexing.owners_of(self.record)
+            made.open_rank = lambda rank: self._index_shard(made, rank)
+        return made
+
+    def _index_shard(self, made: indexing.FragmentIndex, rank: int) -> None:
+        assert self.record is not None
+        shard, file = self.shard(rank), self.optim_files()[rank]
+        states = shard[keys.BASE_OPTIMIZER_STATE]["state"]
+        for number, group in enumerate(self.record["groups"]):
+            layout = ShardLayout.from_record(group["layout"])
+            if rank >= layout.world:
+                continue
+            fragments = [(part.name, part.param_start, part.numel) for part in layout.fragments(rank)]
+            master = None if group["aliased"] else shard[keys.SINGLE_PARTITION_OF_FP32_GROUPS][number]
+            table = shard[keys.STATE_TABLES][number]
+            indexing.add_fragments(made, file, fragments, states[number], table, master, f"group {number}")
+
+    def _index_stage_0(self, made: indexing.FragmentIndex) -> None:
+        saved = self.model[keys.OPTIMIZER]
+        plain = _plain_optimizer(saved)
+        listed = [name for group in plain[keys.PARAM_GROUPS] for name in group["param_names"]]
+        numels = [_numel(self.parameters[name].shape) for name in listed]
+        indexing.add_parameter_states(made, self.model_file, listed, numels, plain["state"])
+        masters = [tensor for group in saved.get(keys.FP32_GROUPS, ()) for tensor in group]
+        for position, (name, tensor) in enumerate(zip(listed, masters, strict=False)):
+            if not self.parameters[name].aliased:
+                extent = indexing.Extent(self.model_file, f"fp32_groups.{position}", 0, 0, tensor.numel(), FLAT, tensor)
+                made.add(name, indexing.MASTER, extent)
+
+
+def _plain_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
+    """The torch state dict inside the stage 0 optimizer entry."""
+    found: dict[str, Any] = saved.get(keys.OPTIMIZER_STATE_DICT, saved)
+    return found
+
+
+def _numel(shape: Iterable[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
