@@ -103,7 +103,8 @@ class ShardGroup:
         whole = fragment.numel == param.numel()
         if not self.sharded and self.aliased:
             return BoundFragment(param, fragment.index, fragment, param, param)
-        model = param.detach() if whole else param.detach().view(-1).narrow(0, fragment.param_start, fragment.numel)
+        # ``.data``, not ``detach()``: our own writes must not look like the user's to ``edited``.
+        model = param.data if whole else param.data.view(-1).narrow(0, fragment.param_start, fragment.numel)
         if self.aliased:
             return BoundFragment(param, fragment.index, fragment, nn.Parameter(model, requires_grad=True), model)
         if self.master is None:
