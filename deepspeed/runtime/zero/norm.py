@@ -85,7 +85,7 @@ def boundary_facts(reducer: Reducer, *, want_norm: bool) -> BoundaryFacts:
     if calls_sum * calls_sum != calls_squared * reducer.world:
         raise RanksDiverged(
             f"ranks have run a different number of backward passes before this optimizer step: this rank reduced "
-            f"{calls} gradient buckets, the mean over {reducer.world} ranks is {calls_sum / reducer.world:g}. No weight "
+            f"{calls} gradient buckets, the mean of {reducer.world} ranks is {calls_sum / reducer.world:g}. No weight "
             "was changed. Give every rank the same number of micro-batches (pad or drop the last ones)."
         )
     touched, offset = [], _HEADER
