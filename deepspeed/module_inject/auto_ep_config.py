@@ -40,7 +40,7 @@ class AutoEPConfig(DeepSpeedConfigModel):
     autoep_size: Annotated[Integer, Field(ge=1)] = 1
     """Ranks that share the experts; divides the number of experts of every layer. Example: 4."""
 
-    expert_tensor_parallel_size: Annotated[Integer, Field(ge=1, le=1)] = 1
+    expert_tensor_parallel_size: Literal[1] = 1
     """Ranks that split one expert; only 1. Example: 1."""
 
     validate_folding_routing: Flag = False

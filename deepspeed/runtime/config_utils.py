@@ -12,13 +12,15 @@ import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NoReturn, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, ClassVar, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, field_serializer
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
-from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
+from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem, show
+from deepspeed.runtime.config_types import Rule
 
 AUTO = "auto"
 """Placeholder that a wrapper (the Hugging Face integration) replaces before training starts."""
@@ -65,7 +67,7 @@ class DeepSpeedConfigModel(BaseModel):
         if not strict:
             data = {key: value for key, value in data.items() if not drops_auto(type(self), key, value)}
         for move in list(deprecated_moves(type(self), data)):
-            if move.clash:
+            if move.clash or move.refused:
                 raise DeepSpeedConfigError(move.message(""))
             data = move.apply(data)
             _warn(move.message(type(self).__name__ + "."))
@@ -148,13 +150,17 @@ class DeprecatedMove:
     """Whether the value is carried over."""
     clash: bool
     """Whether the replacement is set as well."""
+    refused: str
+    """What the deprecated key takes, when its value is something else; empty otherwise."""
     note: str
     """Extra text of the deprecation."""
 
     def message(self, prefix: str) -> str:
         """The one line that names both keys, each after `prefix` (a key path with its dot, or nothing)."""
         new = prefix + ".".join(self.new)
-        if self.clash:
+        if self.refused:
+            text = f"{prefix}{self.old}: found {show(self.value)}; expected {self.refused}"
+        elif self.clash:
             text = (
                 f"{prefix}{self.old} is deprecated and {new} replaces it, but both are set; remove {prefix}{self.old}"
             )
@@ -169,7 +175,7 @@ class DeprecatedMove:
     def apply(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """`data` without the old key and, if the value is carried over, with the new one set."""
         out = {key: value for key, value in data.items() if key != self.old}
-        if self.new and self.sets_new and not self.clash:
+        if self.new and self.sets_new and not self.clash and not self.refused:
             block = out
             for name in self.new[:-1]:
                 inner = block.get(name)
@@ -190,14 +196,41 @@ def deprecated_moves(model: type[BaseModel], data: Mapping[str, Any]) -> Iterato
         spelled, taken = _spelled(model, data, names)
         convert: Callable[[Any], Any] = extra.get("new_param_fn") or (lambda same: same)
         sets_new = bool(extra.get("set_new_param", True))
+        value, refused = _checked(found[1] if found else None, value)
         yield DeprecatedMove(
             old=key,
             new=spelled,
-            value=convert(value),
+            value=value if refused else convert(value),
+            refused=refused,
             sets_new=sets_new,
             clash=taken and sets_new,
             note=str(extra.get("deprecated_msg", "")),
         )
+
+
+def _checked(field: FieldInfo | None, value: Any) -> tuple[Any, str]:
+    """`value` converted as the field converts it, and what the field takes if that is not possible."""
+    rule = next((item for item in field_rules(field) if isinstance(item, Rule)), None) if field is not None else None
+    if rule is None or value is None:
+        return value, ""
+    try:
+        return rule.convert(value), ""
+    except PydanticCustomError:
+        return value, rule.text
+
+
+def field_rules(field: FieldInfo) -> list[Any]:
+    """Metadata in the annotation of a field, through optional and annotated types."""
+    found: list[Any] = list(field.metadata)
+    pending = [field.annotation]
+    while pending:
+        annotation = pending.pop()
+        if get_origin(annotation) is Annotated:
+            for item in getattr(annotation, "__metadata__", ()):
+                found += item.metadata if isinstance(item, FieldInfo) else [item]
+        if get_origin(annotation) in (Annotated, Union, UnionType):
+            pending += get_args(annotation)
+    return found
 
 
 def _spelled(model: type[BaseModel], data: Mapping[str, Any], names: list[str]) -> tuple[tuple[str, ...], bool]:

@@ -27,6 +27,7 @@ from deepspeed.runtime.config_utils import (
     DeepSpeedConfigModel,
     deprecated_moves,
     drops_auto,
+    field_rules,
     find_field,
     nested_model,
 )
@@ -110,7 +111,7 @@ def _clean_value(
             return False, None
         return True, value
     # A null section or a null top-level setting means "not set" in generated configs; for clipping it means "off".
-    absent = inner is not None or ("." not in here and here != "gradient_clipping")
+    absent = inner is not None or (model.keeps_unknown_keys and here != "gradient_clipping")
     if value is None and absent and not _takes_none(field):
         report.adjustments.append(f"{written}: null is taken as absent")
         return False, None
@@ -175,8 +176,9 @@ def _move_deprecated(
     settled = {key: value for key, value in data.items() if not (isinstance(value, str) and value == AUTO)}
     for move in deprecated_moves(model, settled):
         data = move.apply(data)
-        if move.clash:
-            report.problems.append(Problem(prefix + move.old, move.message(prefix)))
+        if move.clash or move.refused:
+            path_of_key = prefix + move.old
+            report.problems.append(Problem(path_of_key, move.message(prefix).removeprefix(path_of_key + ": ")))
         else:
             report.deprecations.append(move.message(prefix))
     return data
@@ -300,20 +302,7 @@ def field_at(model: type[DeepSpeedConfigModel], path: str) -> FieldInfo | None:
 
 def rules(field: FieldInfo) -> list[Rule]:
     """The conversion rules in the annotation of a field."""
-    return [item for item in _metadata(field) if isinstance(item, Rule)]
-
-
-def _metadata(field: FieldInfo) -> list[Any]:
-    found = list(field.metadata)
-    pending = [field.annotation]
-    while pending:
-        annotation = pending.pop()
-        if typing.get_origin(annotation) is Annotated:
-            for item in getattr(annotation, "__metadata__", ()):
-                found += item.metadata if isinstance(item, FieldInfo) else [item]
-        if typing.get_origin(annotation) in (Annotated, typing.Union, types.UnionType):
-            pending += typing.get_args(annotation)
-    return found
+    return [item for item in field_rules(field) if isinstance(item, Rule)]
 
 
 def _takes_none(field: FieldInfo) -> bool:
@@ -327,7 +316,7 @@ def _free_mapping(field: FieldInfo) -> bool:
 
 def describe(field: FieldInfo) -> str:
     """What a field takes: type and range, as it completes "expected ..."."""
-    metadata = _metadata(field)
+    metadata = field_rules(field)
     words = [item.text for item in metadata if isinstance(item, Rule)] or [_type_words(field.annotation)]
     text = words[0]
     for item in metadata:

@@ -181,6 +181,12 @@ def test_deprecated_keys_map_and_name_themselves(zero: dict, line: str, check) -
     assert check(config.zero_config)
 
 
+def test_a_deprecated_key_with_a_wrong_value() -> None:
+    assert only_problem({"zero_optimization": {"cpu_offload": "x"}}) == (
+        'zero_optimization.cpu_offload: found "x" (string); expected true or false'
+    )
+
+
 def test_a_deprecated_key_beside_its_replacement() -> None:
     line = only_problem({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}})
     assert line.startswith("zero_optimization.cpu_offload: ")

@@ -166,6 +166,11 @@ def test_a_null_section_is_absent(section: str) -> None:
     assert config.adjustments == ([f"{section}: null is taken as absent"] if section != "optimizer" else [])
 
 
+def test_null_in_an_open_section_is_absent() -> None:
+    config = parse({"activation_checkpointing": {"profile": None}})
+    assert config.adjustments == ["activation_checkpointing.profile: null is taken as absent"]
+
+
 def test_floored_sizes_are_noted() -> None:
     config = parse(zero(stage3_prefetch_bucket_size=943718.4))
     assert config.adjustments == ["zero_optimization.stage3_prefetch_bucket_size: 943718.4 is taken as 943718"]
