@@ -23,6 +23,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.optimizer_protocol import EngineOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy, cast_floating
+from deepspeed.runtime.summary import describe
 from deepspeed.utils.logging import log_dist
 
 
@@ -379,6 +380,10 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             collate_fn=collate_fn or self.collate_fn,
             num_local_io_workers=num_local_io_workers,
         )
+
+    def summary(self) -> dict[str, Any]:
+        """What this run is, as plain data: batch, stage, dtypes, parallel sizes, bytes per rank. See ``summary.py``."""
+        return describe(self)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,8 @@ class ShardGroup:
         self.accum: list[torch.Tensor | None] = [None] * len(self.params)
         if self.sharded:
             self._flatten()
+        if not self.aliased:  # also on a rank that owns nothing but padding
+            self.master = torch.zeros(layout.shard_numel, dtype=self.master_dtype, device=self.device)
         self.fragments = [self._bind(fragment) for fragment in layout.fragments(self.rank if self.sharded else 0)]
         self.versions = [param._version for param in self.params]
 
@@ -107,8 +109,7 @@ class ShardGroup:
         model = param.data if whole else param.data.view(-1).narrow(0, fragment.param_start, fragment.numel)
         if self.aliased:
             return BoundFragment(param, fragment.index, fragment, nn.Parameter(model, requires_grad=True), model)
-        if self.master is None:
-            self.master = torch.zeros(self.layout.shard_numel, dtype=self.master_dtype, device=self.device)
+        assert self.master is not None
         held = self.master.narrow(0, fragment.shard_start, fragment.numel)
         if whole:
             held = held.view(param.shape)
