@@ -18,7 +18,7 @@ from deepspeed.launcher.errors import UsageError
 Slot = int | str
 """Number of a device, or its identifier where the environment names devices by one (``GPU-...``, ``MIG-...``)."""
 
-_HOST_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")
+_HOST_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
@@ -28,7 +28,7 @@ def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
-        match = _HOST_LINE.fullmatch(line)
+        match = _HOST_LINE.match(line)
         if match is None:
             raise UsageError(f"hostfile line {number}: found {line!r}, expected 'NAME slots=N'")
         name, slots = match[1], int(match[2])

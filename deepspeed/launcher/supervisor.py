@@ -30,8 +30,9 @@ from deepspeed.launcher.wakeups import PASSED_ON, TERMINATING, Wakeups
 from deepspeed.launcher.worker import Worker, WorkerSpec, signal_name
 
 # Seconds between the polite and the hard end. After a failure the others wait for a peer that will not answer, so
-# there is little to save; after a forwarded signal they may be writing a checkpoint.
-FAILURE_GRACE = 0.5
+# there is little to save, and all is to be over within a second; after a forwarded signal they may be writing a
+# checkpoint.
+FAILURE_GRACE = 0.3
 SIGNAL_GRACE = 30.0
 GRACE_VARIABLE = "DS_LAUNCH_GRACE"
 # `timeout` and some schedulers signal the launcher and then its group: the same request, not a second one.
