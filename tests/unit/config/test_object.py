@@ -208,19 +208,20 @@ print([name for name in sys.modules if name.partition(".")[0] in ("torch", "nump
 
 
 def test_importing_is_quick(tmp_path: Path) -> None:
-    """0.15 s of processor time beyond pydantic, with bytecode cached; best of a few, as the machine may be busy."""
+    """At most 0.7 of the processor time that pydantic itself takes, with bytecode cached.
+
+    That is 0.15 s where pydantic takes 0.2 s; a ratio holds on a busy machine too (measured: 0.5, give or take 0.05).
+    """
     program = """
 import time
+start = time.process_time()
 import pydantic
 class Warm(pydantic.BaseModel):
     a: int = pydantic.Field(default=1)
-start = time.process_time()
+middle = time.process_time()
 import deepspeed.runtime.config
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 """
     cached = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     run_python("-c", program, **cached)
-    times: list[float] = []
-    while not times or (min(times) > 0.15 and len(times) < 8):
-        times.append(float(run_python("-c", program, **cached)))
-    assert min(times) <= 0.15
+    assert min(float(run_python("-c", program, **cached)) for _ in range(2)) <= 0.7
