@@ -89,9 +89,9 @@ class RankGrid:
     def line(self, axes: Axes, rank: int) -> tuple[int, ...]:
         """Ranks that share all other coordinates with `rank`: its group along the axes, the first axis outermost."""
         names = self._names(axes)
-        base = rank - sum(self.coordinates(rank)[axis] * self.stride(axis) for axis in names)
-        steps = [range(0, self.sizes[axis] * self.stride(axis), self.stride(axis)) for axis in names]
-        return tuple(base + sum(offsets) for offsets in itertools.product(*steps))
+        coordinates = self.coordinates(rank)
+        base = rank - sum(coordinates[axis] * self.stride(axis) for axis in names)
+        return tuple(base + offset for offset in self._offsets(names))
 
     def position(self, axes: Axes, rank: int) -> int:
         """Index of `rank` in `line(axes, rank)`."""
@@ -113,9 +113,8 @@ class RankGrid:
             if sorted(order) != sorted(others):
                 raise ValueError(f"order {tuple(order)} must name exactly the other axes {others}")
             others = tuple(order)
-        starts = itertools.product(*(range(self.sizes[axis]) for axis in others))
-        inside = dict.fromkeys(names, 0)
-        return [self.line(names, self.rank({**inside, **dict(zip(others, at, strict=True))})) for at in starts]
+        inside = self._offsets(names)
+        return [tuple(start + offset for offset in inside) for start in self._offsets(others)]
 
     def matching(self, **coordinates: int) -> list[int]:
         """Ranks, ascending, with these coordinates (axes not named are free)."""
@@ -147,6 +146,14 @@ class RankGrid:
             elif axis not in names:
                 sizes[axis] = size
         return RankGrid(sizes)
+
+    def _offsets(self, names: Sequence[str]) -> list[int]:
+        """Ranks of all coordinates along the axes, zero on the others; the first axis slowest."""
+        offsets = [0]
+        for axis in names:
+            step = self.stride(axis)
+            offsets = [offset + step * i for offset in offsets for i in range(self.sizes[axis])]
+        return offsets
 
     def _names(self, axes: Axes) -> tuple[str, ...]:
         names = (axes,) if isinstance(axes, str) else tuple(axes)

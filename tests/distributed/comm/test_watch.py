@@ -1,0 +1,194 @@
+"""Nothing waits for ever: what every rank is told when a collective cannot finish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.comm import collectives
+
+LIMIT_S = 3.0
+
+
+def start() -> int:
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=LIMIT_S))
+    return dist.get_rank()
+
+
+def caught(call: Any) -> str:
+    try:
+        call()
+    except dist.CollectiveError as error:
+        return str(error) if error.rank == dist.get_rank() else f"says it comes from rank {error.rank}"
+    return "no error"
+
+
+def different_collectives() -> str:
+    rank = start()
+    collectives.all_reduce(torch.ones(4), None)
+    if rank == 0:
+        full = torch.empty(16)
+        return caught(
+            lambda: collectives.all_gather(
+                full, torch.ones(8), None, what="parameter 'layers.3.weight'\nUse equal steps."
+            )
+        )
+    return caught(dist.barrier)
+
+
+def test_ranks_in_different_collectives_each_learn_where_the_other_is(pool: Any) -> None:
+    gatherer, waiter = pool.run(2, different_collectives, create_group=False)
+    assert gatherer.startswith(
+        "rank 0: all_gather (call 2 of the default group, 2 ranks, 64 B) of parameter 'layers.3.weight'"
+    )
+    assert "barrier (call 2 of the default group, 2 ranks), called at " in gatherer
+    assert "test_watch.py" in gatherer
+    assert gatherer.endswith("Use equal steps.")
+    assert waiter.startswith("rank 1: barrier (call 2 of the default group, 2 ranks)")
+    assert "all_gather (call 2 of the default group, 2 ranks, 64 B) of parameter 'layers.3.weight'" in waiter
+    assert "init_distributed(timeout=...)" in waiter
+
+
+def one_rank_is_elsewhere(done: str) -> str:
+    rank = start()
+    if rank == 0:
+        text = caught(dist.barrier)
+        Path(done).touch()
+        return text
+    while not Path(done).exists():
+        time.sleep(0.05)
+    return caught(lambda: dist.all_reduce(torch.ones(2)))
+
+
+def test_a_rank_that_never_comes_is_found_at_its_line(pool: Any, tmp_path: Path) -> None:
+    waiter, late = pool.run(2, one_rank_is_elsewhere, str(tmp_path / "done"), create_group=False)
+    assert f"not finished within the limit of {LIMIT_S:g} s" in waiter
+    assert "rank 1: is at " in waiter
+    assert "(one_rank_is_elsewhere)" in waiter
+    assert late.startswith("rank 1: all_reduce")
+
+
+def third_rank_in_another_group() -> str:
+    rank = start()
+    pair, others = dist.new_group([0, 1]), dist.new_group([1, 2])
+    if rank == 0:
+        return caught(lambda: collectives.barrier(pair))
+    if rank == 1:
+        time.sleep(LIMIT_S + 3)
+        return ""
+    time.sleep(LIMIT_S - 0.5)  # its own limit passes long after rank 0's
+    begin = time.monotonic()
+    text = caught(lambda: collectives.all_reduce(torch.ones(1), others, what="the norm"))
+    return f"{time.monotonic() - begin < LIMIT_S} {text}"
+
+
+def test_one_failure_ends_the_waits_of_ranks_outside_its_group(pool: Any) -> None:
+    first, _, third = pool.run(3, third_rank_in_another_group, create_group=False)
+    assert first.startswith("rank 0: barrier (call 1 of group '")
+    assert "rank 2: waits in all_reduce" in first
+    assert third.startswith("True rank 2: all_reduce")
+    assert "given up, because rank 0 has reported a failure" in third
+    assert "rank 0, which reported first: failed in barrier" in third
+
+
+def interrupted_by_signal() -> tuple[str, float]:
+    rank = start()
+    if rank == 0:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        begin = time.monotonic()
+        try:
+            dist.barrier()
+        except KeyboardInterrupt:
+            return "interrupted", time.monotonic() - begin
+        finally:
+            timer.join()
+            signal.signal(signal.SIGINT, before)
+    else:
+        time.sleep(2.5)
+        return caught(dist.barrier)[:6], 0.0
+    return "finished", 0.0
+
+
+def test_ctrl_c_ends_a_wait_at_once(pool: Any) -> None:
+    (word, seconds), _ = pool.run(2, interrupted_by_signal, create_group=False)
+    assert word == "interrupted"
+    assert seconds < 2.0
+
+
+def threads_after_destroy() -> tuple[bool, bool]:
+    start()
+    dist.barrier()
+    running = any(thread.name == "deepspeed-comm-watch" for thread in threading.enumerate())
+    dist.barrier()
+    dist.destroy_process_group()
+    return running, any(thread.name == "deepspeed-comm-watch" for thread in threading.enumerate())
+
+
+def test_the_watch_lives_as_long_as_the_group(pool: Any) -> None:
+    assert pool.run(2, threads_after_destroy, create_group=False) == [(True, False)] * 2
+
+
+def destroyed_by_torch() -> bool:
+    start()
+    dist.barrier()
+    torch.distributed.destroy_process_group()
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        if not any(thread.name == "deepspeed-comm-watch" for thread in threading.enumerate()):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_watch_ends_when_torch_destroys_the_group(pool: Any) -> None:
+    assert pool.run(2, destroyed_by_torch, create_group=False) == [True] * 2
+
+
+SCRIPT = """
+import sys
+from datetime import timedelta
+import deepspeed
+from deepspeed import comm as dist
+deepspeed.init_distributed("gloo", timeout=timedelta(seconds=30))
+if dist.get_rank() == 1:
+    raise ValueError("batch 7 is empty")
+try:
+    dist.barrier()
+except dist.CollectiveError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_died_of_an_exception_is_quoted() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            | {"MASTER_PORT": port},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert "rank 1: its program ended with ValueError: batch 7 is empty" in outputs[0]
+    assert "another rank closed its connection" in outputs[0]
+    assert outputs[1].rstrip().endswith("ValueError: batch 7 is empty")
