@@ -129,6 +129,12 @@ MISSING_FEATURES: tuple[MissingFeature, ...] = (
         "use Adam, AdamW or Lamb",
     ),
     _row(
+        "optimizer.params.per_head_muon",
+        lambda s: s.optimizer is not None and bool((s.optimizer.params or {}).get("per_head_muon")),
+        "orthogonalization per attention head",
+        "use false: whole matrices are orthogonalized",
+    ),
+    _row(
         "tensor_parallel.autotp_size",
         lambda s: s.tensor_parallel is not None and s.tensor_parallel.autotp_size > 1,
         "automatic tensor parallelism",
@@ -185,7 +191,7 @@ def missing_features(sections: ConfigSections) -> list[Problem]:
         if row.asked(sections):
             value: Any = sections
             for name in row.path.split("."):
-                value = getattr(value, name, None)
+                value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
             found = show(value) if not hasattr(value, "model_fields_set") else "a section"
             problems.append(
                 Problem(

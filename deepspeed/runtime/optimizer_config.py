@@ -81,7 +81,7 @@ OPTIMIZER_PARAMS: dict[str, frozenset[str]] = {
     LION_OPTIMIZER: _names("lr betas weight_decay fp32_optimizer_states set_grad_none max_grad_norm"),
     MUON_OPTIMIZER: _names(
         "lr muon_lr adam_lr momentum weight_decay betas eps ns_method per_head_muon adam_w_mode "
-        "torch_adam max_grad_norm"
+        "torch_adam fp32_optimizer_states max_grad_norm"
     ),
     ONEBIT_ADAM_OPTIMIZER: _ONEBIT,
     ZERO_ONE_ADAM_OPTIMIZER: _ONEBIT | _names("var_freeze_step var_update_scaler local_step_scaler local_step_clipper"),
