@@ -13,8 +13,15 @@ __all__ = ["compare_tensors_in_structures", "copy_to_device", "move_to_device"]
 Device = str | int | torch.device
 
 
+def _has_own_move(item: Any) -> bool:
+    """Objects that know how to move themselves: tensors, modules, packed sequences, batch encodings."""
+    return not isinstance(item, type) and callable(getattr(item, "to", None))
+
+
 def _map_containers(item: Any, leaf: Callable[[Any], Any]) -> Any:
     """Rebuild the containers of ``item`` with ``leaf`` applied to everything else."""
+    if _has_own_move(item):
+        return leaf(item)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*(_map_containers(value, leaf) for value in item))
     if type(item) in (list, tuple):
@@ -28,11 +35,6 @@ def _map_containers(item: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(item)
 
 
-def _has_own_move(item: Any) -> bool:
-    """Objects that know how to move themselves: tensors, modules, packed sequences, batch encodings."""
-    return not isinstance(item, type) and callable(getattr(item, "to", None))
-
-
 def move_to_device(item: Any, device: Device, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """Return ``item`` with its tensors on ``device``.
 
@@ -42,8 +44,6 @@ def move_to_device(item: Any, device: Device, criterion_func: Callable[[Any], bo
         device: where to.
         criterion_func: ``criterion_func(tensor)`` says which tensors move; None moves all.
     """
-    if _has_own_move(item):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
 
     def leaf(value: Any) -> Any:
         moves = _has_own_move(value) and (criterion_func is None or criterion_func(value))
