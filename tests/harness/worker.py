@@ -171,9 +171,9 @@ def _close_groups() -> None:
     mesh = sys.modules.get("deepspeed.comm.mesh")
     if mesh is not None:
         mesh.set_current_mesh(None)
-    package_comm = sys.modules.get("deepspeed.comm.comm")
-    if package_comm is not None and package_comm.is_initialized():
-        package_comm.destroy_process_group()
+    watch = sys.modules.get("deepspeed.comm.watch")
+    if watch is not None:
+        watch.stop()  # ends its thread, which a destroyed group would only ask to end
     if dist.is_initialized():
         dist.destroy_process_group()
 
