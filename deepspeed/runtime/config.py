@@ -23,6 +23,7 @@ from deepspeed.runtime.config_batch import BatchTriple
 from deepspeed.runtime.config_effects import without_effect
 from deepspeed.runtime.config_parse import STRICT_VARIABLE, fill_batch, read_config
 from deepspeed.runtime.config_problems import (
+    SECRET,
     DeepSpeedConfigError,
     DeepSpeedConfigTypeError,
     config_error,
@@ -346,7 +347,7 @@ class DeepSpeedConfig:
 
     def print_user_config(self) -> None:
         """Log the config as the user wrote it."""
-        _log("  json = " + json.dumps(dict(self._param_dict), sort_keys=True, indent=4, default=repr))
+        _log("  json = " + json.dumps(_without_secrets(self._param_dict), sort_keys=True, indent=4, default=repr))
 
     def print(self, name: str) -> None:
         """Log all attributes under a title."""
@@ -413,6 +414,12 @@ def _with_extras(section: DeepSpeedConfigModel, raw: Any) -> dict[str, Any]:
     """A section as a dictionary, with the unknown keys the user put into it."""
     extras = {key: value for key, value in raw.items() if key not in type(section).model_fields} if raw else {}
     return {**section.model_dump(exclude_none=True), **extras}
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): "***" if key == SECRET else _without_secrets(item) for key, item in value.items()}
+    return value
 
 
 def _log(text: str) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+SECRET = "api_key"
+"""Keys of this name hold a secret: their values are never printed."""
+
 
 @dataclass(frozen=True)
 class Problem:

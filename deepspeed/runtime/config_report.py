@@ -30,8 +30,6 @@ class Report:
     """Canonical paths whose value is wrong; checks that involve them are not reported again."""
     spelling: dict[str, str] = field(default_factory=dict)
     """Canonical path -> path as the user wrote it, where the two differ."""
-    given: dict[str, object] = field(default_factory=dict)
-    """Canonical path -> value the user gave, for every known leaf that was kept."""
 
     def written(self, path: str) -> str:
         """`path` as the user wrote it: the nearest respelled key above it decides the front part."""

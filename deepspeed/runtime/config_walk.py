@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from deepspeed.runtime.config_problems import Problem, near_miss, nearest, show
+from deepspeed.runtime.config_problems import SECRET, Problem, near_miss, nearest, show
 from deepspeed.runtime.config_report import Report
 from deepspeed.runtime.config_types import Rule
 from deepspeed.runtime.config_utils import (
@@ -128,7 +128,6 @@ def _clean_value(
             )
             return False, None
         return True, clean(inner, value, here, report)
-    report.given[here] = value
     items = _item_model(field)
     if items is not None and isinstance(value, list):
         return True, [_clean_item(items, item, join(here, i), report) for i, item in enumerate(value)]
@@ -247,9 +246,8 @@ def _problem(model: type[DeepSpeedConfigModel], detail: ErrorDetails, path: str,
     expected = str(detail.get("ctx", {}).get("expected") or "") if detail["type"] == "ds_value" else ""
     if field is not None:
         expected = describe(field) if len(expected) <= len(describe(field)) else expected
-    return Problem(
-        written, f"found {show(detail['input'])}; expected {expected or detail['msg']}", change, keys=(path,)
-    )
+    found = "a value that is not shown" if path.endswith(SECRET) else show(detail["input"])
+    return Problem(written, f"found {found}; expected {expected or detail['msg']}", change, keys=(path,))
 
 
 def _canonical(model: type[DeepSpeedConfigModel], loc: Iterable[int | str]) -> str:

@@ -161,6 +161,18 @@ def test_print_names_every_attribute(config: DeepSpeedConfig, monkeypatch: pytes
     assert '"zero_optimization"' in text
 
 
+def test_keys_of_services_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(config_module, "_log", said.append)
+    parse({"comet": {"api_key": "s3cret"}}).print("config")
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        parse({"comet": {"api_key": 31337}})
+    text = "\n".join([*said, str(caught.value)])
+    assert "comet.api_key: found a value that is not shown; expected string" in text
+    assert "s3cret" not in text
+    assert "31337" not in text
+
+
 def run_python(*arguments: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
