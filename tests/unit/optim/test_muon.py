@@ -287,3 +287,24 @@ def test_groups_split_into_named_halves_with_their_own_values() -> None:
 def test_untagged_parameters_are_refused_with_the_remedy() -> None:
     with pytest.raises(DeepSpeedConfigError, match=r"2 of 2 have none.*use_muon = True or False"):
         split_muon_groups([{"params": list(Net().layer.parameters())}], {})
+
+
+def shared_run(params_shapes: tuple[tuple[int, ...], ...], name: str) -> tuple[list[list[float]], int]:
+    """Train on one rank of several; returns the weights and how many matrices this rank holds momentum of."""
+    params = parameters(shapes=params_shapes)
+    build: Any = original_muon.Muon if name == "Muon" else lambda p: original_muon.MuonWithAuxAdam(groups(p))
+    optimizer = train(build, params, steps=3)
+    return [p.flatten().tolist() for p in params], sum("momentum_buffer" in s for s in optimizer.state.values())
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", ("Muon", "MuonWithAuxAdam"))
+def test_shared_work_gives_the_numbers_of_one_rank(ranks: Any, name: str) -> None:
+    shapes: tuple[tuple[int, ...], ...] = ((6, 4), (3, 3), (8, 2))
+    if name == "MuonWithAuxAdam":
+        shapes = (*shapes, (5,))
+    alone, held = shared_run(shapes, name)
+    assert held == 3
+    both = ranks(shared_run, shapes, name)
+    assert [weights for weights, _ in both] == [alone, alone]
+    assert sorted(count for _, count in both) == [1, 2]
