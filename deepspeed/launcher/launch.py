@@ -20,12 +20,10 @@ from deepspeed.launcher import environment
 from deepspeed.launcher.console import Console
 from deepspeed.launcher.constants import DEFAULT_MASTER_PORT
 from deepspeed.launcher.devices import Devices, find_devices
-from deepspeed.launcher.diagnosis import FailureContext
 from deepspeed.launcher.errors import REFUSED, StartError, UsageError
 from deepspeed.launcher.hostfile import Slot, decode_world_info
 from deepspeed.launcher.options import LOG_OPTIONS, CommandLine, switch, value
 from deepspeed.launcher.processes import new_run_id
-from deepspeed.launcher.supervisor import Supervisor
 from deepspeed.launcher.worker import WorkerSpec
 
 PID_FILE_BASEPATH = "/tmp"
@@ -127,6 +125,10 @@ def run_node(
     Raises:
         UsageError: the script does not exist, or a slot names a device this host does not have.
     """
+    # Imported here so that this module, and the front end with it, can be imported where there are no POSIX signals.
+    from deepspeed.launcher.diagnosis import FailureContext
+    from deepspeed.launcher.supervisor import Supervisor
+
     plan.command.check()
     _check_slots(plan, devices)
     base = os.environ if base_environment is None else base_environment

@@ -52,9 +52,12 @@ def local_rendezvous(
         UsageError: the address is not one of this host, or the given port is not a port.
         StartError: the given port is busy (the text says who has it), or no free port was found.
     """
-    if address:
-        _check_local_address(address)
-    elif environ.get("MASTER_ADDR") not in (None, LOOPBACK, "localhost"):
+    if address and not is_local_address(address):
+        raise UsageError(
+            f"--master_addr {address}: not a name or address of this host, and all ranks run here; "
+            "leave it out on one node"
+        )
+    if not address and environ.get("MASTER_ADDR") not in (None, LOOPBACK, "localhost"):
         console.info(
             f"MASTER_ADDR={environ['MASTER_ADDR']} of the environment is not used on one node "
             f"({LOOPBACK} is); --master_addr sets another"
@@ -66,21 +69,20 @@ def local_rendezvous(
     return Rendezvous(address or LOOPBACK, chosen, claim)
 
 
-def _check_local_address(address: str) -> None:
+def is_local_address(name: str) -> bool:
+    """Whether a name or address means this host: whether one can listen there. False for names without an address."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as problem:
-        raise UsageError(f"--master_addr {address}: this name cannot be resolved ({problem.strerror})") from None
+        family, kind, protocol, _, where = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror:
+        return False
     with socket.socket(family, kind, protocol) as probe:
         try:
             probe.bind(where)
         except OSError as problem:
             if problem.errno != errno.EADDRNOTAVAIL:
                 raise
-            raise UsageError(
-                f"--master_addr {address} ({where[0]}) is not an address of this host, and all ranks run here; "
-                "leave it out on one node"
-            ) from None
+            return False
+    return True
 
 
 def _given_port(port: int) -> int:

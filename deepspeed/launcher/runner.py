@@ -35,7 +35,7 @@ from deepspeed.launcher.hostfile import (
 )
 from deepspeed.launcher.launch import NO_RANK_LOG, WORKER_OPTIONS, NodePlan, UserCommand, pid_file_path, run_node
 from deepspeed.launcher.options import LOG_OPTIONS, CommandLine, switch, value
-from deepspeed.launcher.rendezvous import local_rendezvous
+from deepspeed.launcher.rendezvous import is_local_address, local_rendezvous
 from deepspeed.launcher.selection import LOCAL_HOST, Request, Selection, select_local_slots
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ devices of one node, first match wins:
   3. CUDA_VISIBLE_DEVICES      (or the accelerator's own variable) all it names
   4. every device of the host  on the CPU: one worker per NUMA node
 On the CPU any number of workers can be asked for. MASTER_PORT: on one node a free port unless given.
+SIGINT, SIGTERM, SIGHUP and SIGUSR1/2 are passed on to the workers, which have 30 s to end (DS_LAUNCH_GRACE=seconds);
+a second Ctrl-C ends them at once. A worker that fails ends all others. Exit code: that of the first failed worker.
 examples:
   deepspeed --num_gpus 2 train.py --deepspeed_config ds.json
   deepspeed --include localhost:1,3 --module my.package.train
@@ -129,7 +131,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Start a run and wait for it. Returns when every worker ended with code 0.
+    """Start a run and wait for it. Returns when every worker ended with code 0. POSIX systems only.
 
     Raises:
         SystemExit: with the code of the worker that failed, 128 + N after signal N.
@@ -164,6 +166,11 @@ def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequ
 def _run(options: argparse.Namespace, console: Console) -> int:
     _refuse_unavailable(options)
     _refuse_contradictions(options)
+    if os.name != "posix":
+        raise StartError(
+            f"the launcher needs a POSIX system, this is {sys.platform}; start the script itself, once per rank, with "
+            "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, or with torchrun"
+        )
     pool = fetch_hostfile(options.hostfile)
     if pool is None:
         if options.hostfile != DEFAULT_HOSTFILE:
@@ -236,7 +243,7 @@ def _run_here(
     _name_unused(options, console)
     _user_command(options).check()
     here = _names_of_this_host()
-    if host not in here:
+    if host not in here and not is_local_address(host):
         console.warning(
             f"host {host!r} of the hostfile is the only one chosen and is taken to be this machine "
             f"({os.uname().nodename}); --force_multi starts it over ssh"
@@ -281,6 +288,7 @@ def _name_unused(options: argparse.Namespace, console: Console) -> None:
     unused = [
         flag
         for flag, given in (
+            (f"--launcher {options.launcher}", options.launcher != PDSH_LAUNCHER),
             ("--launcher_args", bool(options.launcher_args)),
             ("--ssh_port", options.ssh_port is not None),
             ("--venv_script", options.venv_script is not None),

@@ -7,16 +7,18 @@ its number, so signalling its group can never hit a stranger.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deepspeed.launcher.processes import die_with_parent
+
+if TYPE_CHECKING:
+    import resource
 
 
 @dataclass(frozen=True)
