@@ -267,7 +267,7 @@ def test_compiled_function_matches(monkeypatch: pytest.MonkeyPatch) -> None:
         return checkpoint(model, x).sum()
 
     x = torch.ones(2, 6, requires_grad=True)
-    torch.compile(step, backend="aot_eager", fullgraph=True)(x).backward()
+    torch.compile(step, backend="eager", fullgraph=True)(x).backward()
     y = torch.ones(2, 6, requires_grad=True)
     step(y).backward()
     torch.testing.assert_close(x.grad, y.grad)
