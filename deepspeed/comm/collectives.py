@@ -58,13 +58,20 @@ __all__ = [
 # Above this many ranks a loop of broadcasts costs more Python and latency than gloo's own ring all-gather.
 BROADCAST_GATHER_MAX_RANKS = 8
 
-_SUM: Any = torch_dist.ReduceOp.SUM
-_OPS: dict[str, Any] = {
-    "sum": torch_dist.ReduceOp.SUM,
-    "avg": torch_dist.ReduceOp.AVG,
-    "max": torch_dist.ReduceOp.MAX,
-    "min": torch_dist.ReduceOp.MIN,
-    "product": torch_dist.ReduceOp.PRODUCT,
+
+def _options(op: Any) -> Any:
+    options: Any = torch_dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+# Ready-made: handing torch the bare operation costs five times more, in a failed overload.
+_OPTIONS: dict[str, Any] = {
+    "sum": _options(torch_dist.ReduceOp.SUM),
+    "avg": _options(torch_dist.ReduceOp.AVG),
+    "max": _options(torch_dist.ReduceOp.MAX),
+    "min": _options(torch_dist.ReduceOp.MIN),
+    "product": _options(torch_dist.ReduceOp.PRODUCT),
 }
 
 
@@ -101,19 +108,19 @@ def all_reduce(
         deterministic: for "sum" and "avg": the bits of `reduce_scatter` followed by `all_gather`.
     """
     facts = facts_of(group)
-    if op not in _OPS:
-        raise ValueError(f"all_reduce: unknown op {op!r}; known: {', '.join(_OPS)}")
+    options = _OPTIONS.get(op)
+    if options is None:
+        raise ValueError(f"all_reduce: unknown op {op!r}; known: {', '.join(_OPTIONS)}")
     if facts.size == 1 or tensor.numel() == 0:
         return DONE
     if deterministic and op in ("sum", "avg"):
         return _all_reduce_in_rank_order(tensor, group, facts, op, what, async_op)
     pg: Any = group if group is not None else torch_dist.group.WORLD
     finish = None
-    reduce_op = _OPS[op]
     if op == "avg" and not facts.knows_average(tensor.device):
-        reduce_op = _SUM
+        options = _OPTIONS["sum"]
         finish = Scale(tensor, 1.0 / facts.size)
-    work = pg.allreduce([tensor], reduce_op)
+    work = pg.allreduce([tensor], options)
     facts.bytes_sent += 2 * tensor.nbytes * (facts.size - 1) // facts.size
     return _start((work,), finish, facts, "all_reduce", what, tensor, async_op)
 
@@ -297,7 +304,7 @@ def _native_reduce_scatter(
     if average and facts.knows_average(input.device):
         options.reduceOp = torch_dist.ReduceOp.AVG
     else:
-        options.reduceOp = _SUM
+        options.reduceOp = torch_dist.ReduceOp.SUM
         factor = _factor(average, scale, facts.size)
     if output.dtype is input.dtype and not accumulate:
         work = pg._reduce_scatter_base(output, input, options)
