@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed.runtime.zero.layout import Segment
+from deepspeed.runtime.zero.layout import Segment, Slot
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
 _ALIGN_BYTES = 64
@@ -83,42 +83,25 @@ class Bucket:
             self._views[key] = views
         return self._views[key]
 
-    def fill(self, buffer: torch.Tensor) -> None:
-        """Copy the gradients held now into ``buffer`` (comm dtype); absent ones and padding become zero."""
+    def fill(self, buffer: torch.Tensor, sources: list[torch.Tensor | None]) -> None:
+        """Copy each slot's part of its parameter's gradient into ``buffer``; absent ones and padding become zero."""
         into, held = [], []
-        views = self.buffer_views(buffer)
-        sources = [self._source(position) for position in self.positions]
         if not self.covered or any(source is None for source in sources):
             buffer.zero_()
-        for view, source, (_, slot, slot_start, _, numel) in zip(views, sources, self.slots, strict=True):
-            if source is None:
-                continue
-            into.append(view)
-            held.append(source if numel == slot.numel else source.reshape(-1).narrow(0, slot_start, numel))
+        for view, source, slot in zip(self.buffer_views(buffer), sources, self.slots, strict=True):
+            if source is not None:
+                into.append(view)
+                held.append(_part(source, slot))
         if into:
             torch._foreach_copy_(into, held)
 
-    def write_back(self, buffer: torch.Tensor) -> None:
-        """Copy the reduced ``buffer`` into the parameters' own gradients, creating those that were absent."""
-        into = []
-        for position, slot, slot_start, _, numel in self.slots:
-            target = self._target(position)
-            into.append(target if numel == slot.numel else target.view(-1).narrow(0, slot_start, numel))
-        if into:
-            torch._foreach_copy_(into, self.buffer_views(buffer))
+    def spill(self, buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
+        """Copy ``buffer`` into each slot's part of ``targets`` (whole gradients, contiguous)."""
+        if targets:
+            parts = [_part(target, slot) for target, slot in zip(targets, self.slots, strict=True)]
+            torch._foreach_copy_(parts, self.buffer_views(buffer))
 
-    def _source(self, position: int) -> torch.Tensor | None:
-        held = self.group.accum[position]
-        if held is not None:
-            return held
-        grad = self.group.params[position].grad
-        return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
-    def _target(self, position: int) -> torch.Tensor:
-        held = self.group.accum[position]
-        if held is not None:
-            return held
-        param = self.group.params[position]
-        if param.grad is None or param.grad.is_sparse or not param.grad.is_contiguous():
-            param.grad = torch.zeros_like(param, memory_format=torch.contiguous_format)
-        return param.grad
+def _part(whole: torch.Tensor, slot: tuple[int, Slot, int, int, int]) -> torch.Tensor:
+    _, placed, start, _, numel = slot
+    return whole if numel == placed.numel else whole.reshape(-1).narrow(0, start, numel)

@@ -41,21 +41,24 @@ class BoundaryFacts:
         return not math.isfinite(self.norm)
 
 
-def local_grads(group: ShardGroup, touched: Sequence[int]) -> list[torch.Tensor]:
-    """The gradient tensors of ``group`` that count on this rank (for a shard: whole pieces, padding is zero)."""
+def local_grads(group: ShardGroup) -> list[torch.Tensor]:
+    """The gradient tensors of ``group`` on this rank (for a shard: whole pieces, padding is zero).
+
+    Reduced replicated gradients are on every rank, whether it had one of its own or not.
+    """
     if group.sharded:
         return [group.grad] if group.grad is not None and group.grad.numel() else []
     grads = []
     for bound in group.fragments:
         grad = group.grad_of(bound)
-        if grad is not None and touched[bound.position] and grad.numel():
+        if grad is not None and grad.numel():
             grads.append(grad.coalesce().values() if grad.is_sparse else grad)
     return grads
 
 
-def sum_of_squares(groups: Sequence[ShardGroup], touched: Sequence[Sequence[int]]) -> torch.Tensor | None:
+def sum_of_squares(groups: Sequence[ShardGroup]) -> torch.Tensor | None:
     """Sum of squared gradients in fp32, per device one scalar; None when there is no gradient at all.  # 0D"""
-    grads = [grad for group, flags in zip(groups, touched, strict=True) for grad in local_grads(group, flags)]
+    grads = [grad for group in groups for grad in local_grads(group)]
     if not grads:
         return None
     norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
@@ -66,7 +69,7 @@ def sum_of_squares(groups: Sequence[ShardGroup], touched: Sequence[Sequence[int]
 def boundary_facts(reducer: Reducer, *, want_norm: bool) -> BoundaryFacts:
     """What all ranks agree on before an update. Collective over the reducer's group; raises :class:`RanksDiverged`."""
     groups = reducer.groups
-    total = sum_of_squares(groups, reducer.touched) if want_norm else None
+    total = sum_of_squares(groups) if want_norm else None
     if reducer.world == 1:
         norm = math.sqrt(float(total)) if total is not None else 0.0
         return BoundaryFacts(norm, [bytes(flags) for flags in reducer.touched], False)

@@ -117,7 +117,11 @@ class GradReducer:
         self.touched = [bytearray(len(group.params)) for group in self.groups]  # in this window, on this rank
         self._buckets_of = self._index_buckets()
         self._ready = [bytearray(len(group.params)) for group in self.groups]  # in this backward
-        self._unsent = [[0] * len(group.params) for group in self.groups]  # buckets of the parameter still to fill
+        # One backward's gradients between leaving ``param.grad`` and being sent (sharded) or landed (replicated).
+        self._taken: list[dict[int, torch.Tensor | None]] = [{} for _ in self.groups]
+        self._gone = [bytearray(len(group.params)) for group in self.groups]  # taken in this backward
+        self._open = [[0] * len(group.params) for group in self.groups]  # buckets of the parameter not done yet
+        self._late = 0  # gradients that came after theirs had been taken
         self._next = 0
         self._in_flight: list[tuple[Bucket, torch.Tensor, Any] | None] = [None] * workspace.count
         self.active = False  # the current backward reduces
@@ -152,10 +156,13 @@ class GradReducer:
         self.active = reduce
         if not reduce:
             return
-        self._next = 0
+        self.wait()
+        self._next = self._late = 0
         for i, group in enumerate(self.groups):
             self._ready[i] = bytearray(len(group.params))
-            self._unsent[i] = [len(buckets) for buckets in self._buckets_of[i]]
+            self._gone[i] = bytearray(len(group.params))
+            self._taken[i].clear()
+            self._open[i] = [len(buckets) for buckets in self._buckets_of[i]]
         for bucket in self.buckets:
             bucket.arm(self._expected[self._where[id(bucket.group)]])
 
@@ -171,9 +178,11 @@ class GradReducer:
             return
         if group.accum[position] is not None:
             accumulate_locally(group, position)
+        if self._gone[group_number][position]:
+            self._late += 1  # its bucket has left without it; the next round sends it
         ready = self._ready[group_number]
         if ready[position]:
-            return  # again in the same backward (re-entrant checkpointing): it accumulates, end_backward sends it
+            return  # again in the same backward (re-entrant checkpointing)
         ready[position] = 1
         if self._expected[group_number][position]:
             for bucket in self._buckets_of[group_number][position]:
@@ -184,7 +193,7 @@ class GradReducer:
                 self._next += 1
 
     def end_backward(self) -> None:
-        """Send what this backward has not sent yet. Gradients that came after their bucket go in a second round."""
+        """Send what this backward has not sent yet."""
         if not self.active:
             return
         while self._next < len(self.buckets):
@@ -208,18 +217,15 @@ class GradReducer:
 
     def send_all(self) -> None:
         """One round over every bucket outside a backward."""
+        expected = self._expected
         self.begin_backward(reduce=True)
         self.end_backward()
         self.wait()
+        self._expected = expected
 
     def left_overs(self) -> int:
-        """Parameters whose gradient came after their bucket had gone (shared use across re-entrant backwards)."""
-        return sum(
-            param.grad is not None or held is not None
-            for group in self.groups
-            if group.sharded
-            for param, held in zip(group.params, group.accum, strict=True)
-        )
+        """Gradients that came after their bucket had gone: re-entrant checkpointing, or a layer back in use."""
+        return self._late
 
     def wait(self) -> None:
         """Land everything in flight."""
@@ -234,7 +240,7 @@ class GradReducer:
         for bucket in self.buckets:
             bucket.reduced = False
         self.active = self.held_back = False
-        self.launched = self._next = 0
+        self.launched = self._next = self._late = 0
         self._rows_sent = False
 
     # ---- one bucket ------------------------------------------------------------------------------------------------
@@ -244,29 +250,59 @@ class GradReducer:
         index = self.launched % self.workspace.count
         self._land(index)
         buffer = self.workspace.take(index, bucket.segment.numel, bucket.dtype)
-        bucket.fill(buffer)
+        number, group, segment = self._where[id(bucket.group)], bucket.group, bucket.segment
+        bucket.fill(buffer, [self._take(number, position) for position in bucket.positions])
         self.launched += 1
-        group = bucket.group
         if self.options.pre_divide != 1.0:
             buffer.mul_(1.0 / self.options.pre_divide)
-        if not group.sharded:
+        if group.sharded:
+            self._close(number, bucket)
+            pending = collectives.reduce_scatter(
+                group.grad_shard().narrow(0, segment.shard_start, segment.piece_numel),
+                buffer, self.process_group, average=False, scale=self.options.pre_divide / self.world,
+                accumulate=bucket.reduced, what=bucket.describe, async_op=self.options.overlap,
+            )  # fmt: skip
+        else:
             pending = collectives.all_reduce(
                 buffer, self.process_group, op="avg", deterministic=True,
                 what=bucket.describe, async_op=self.options.overlap,
             )  # fmt: skip
-            self._in_flight[index] = (bucket, buffer, pending)
-        else:
-            self._free_sent(bucket)
-            segment, scale = bucket.segment, self.options.pre_divide / self.world
-            pending = collectives.reduce_scatter(
-                group.grad_shard().narrow(0, segment.shard_start, segment.piece_numel),
-                buffer, self.process_group, average=False, scale=scale, accumulate=bucket.reduced,
-                what=bucket.describe, async_op=self.options.overlap,
-            )  # fmt: skip
-            self._in_flight[index] = (bucket, buffer, pending)
+        self._in_flight[index] = (bucket, buffer, pending)
         bucket.reduced = True
         if not self.options.overlap:
             self._land(index)
+
+    def _take(self, number: int, position: int) -> torch.Tensor | None:
+        """The gradient of a parameter, out of autograd's reach: what comes later is a gradient of its own.
+
+        All buckets of one parameter send the same gradient, whenever each of them leaves.
+        """
+        taken = self._taken[number]
+        if position in taken:
+            return taken[position]
+        group = self.groups[number]
+        if group.accum[position] is not None:
+            accumulate_locally(group, position)
+        param = group.params[position]
+        held = group.accum[position] if group.accum[position] is not None else param.grad
+        if held is not None:
+            self.touched[number][position] = 1
+            held = held.to_dense() if held.is_sparse else held
+        group.accum[position] = param.grad = None
+        taken[position] = held
+        self._gone[number][position] = 1
+        return held
+
+    def _close(self, number: int, bucket: Bucket) -> list[int]:
+        """One more bucket of its parameters is done; the positions of those that have no other left."""
+        still, done = self._open[number], []
+        for position in bucket.positions:
+            still[position] -= 1
+            if not still[position]:
+                done.append(position)
+                if bucket.group.sharded:
+                    del self._taken[number][position]
+        return done
 
     @torch.no_grad()
     def _send_rows(self) -> None:
@@ -292,19 +328,31 @@ class GradReducer:
         bucket, buffer, pending = entry
         pending.wait()
         if not bucket.group.sharded:
-            with torch.no_grad():
-                if self.options.pre_divide != 1.0:
-                    buffer.mul_(self.options.pre_divide)
-                bucket.write_back(buffer)
+            self._write_back(bucket, buffer)
 
-    def _free_sent(self, bucket: Bucket) -> None:
-        number = self._where[id(bucket.group)]
-        unsent, group = self._unsent[number], bucket.group
+    @torch.no_grad()
+    def _write_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Replicated gradients: every parameter gets the mean, also where this rank had none."""
+        if self.options.pre_divide != 1.0:
+            buffer.mul_(self.options.pre_divide)
+        number, group = self._where[id(bucket.group)], bucket.group
+        taken, dtype = self._taken[number], group.result_dtype
+        targets = []
         for position in bucket.positions:
-            unsent[position] -= 1
-            if unsent[position] <= 0:
-                group.params[position].grad = None
-                group.accum[position] = None
+            held = taken[position]
+            if held is None or held.dtype is not dtype or not held.is_contiguous():
+                # Every rank keeps the result in one dtype, or their masters would drift apart.
+                held = taken[position] = torch.zeros(group.shapes[position], dtype=dtype, device=group.device)
+            targets.append(held)
+        bucket.spill(buffer, targets)
+        for position in self._close(number, bucket):
+            held, param = taken.pop(position), group.params[position]
+            if dtype is not group.dtype:
+                group.accum[position] = held
+            elif param.grad is None:
+                param.grad = held
+            else:
+                param.grad.add_(held)  # a late gradient is there already; the next round averages the sum
 
 
 @torch.no_grad()

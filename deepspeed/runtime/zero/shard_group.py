@@ -77,6 +77,8 @@ class ShardGroup:
         self.master_dtype, self.accum_dtype, self.comm_dtype = spec.master_dtype, spec.accum_dtype, spec.comm_dtype
         self.aliased = self.master_dtype == self.dtype
         self.by_rows = spec.by_rows
+        # Reduced replicated gradients: in accum dtype where they were sent in it, else in the parameter's.
+        self.result_dtype = self.accum_dtype if self.comm_dtype == self.accum_dtype else self.dtype
         self.flat: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None  # 1D shard in accum dtype, allocated at the first reduction
         self.master: torch.Tensor | None = None  # 1D shard; None when aliased
