@@ -11,9 +11,9 @@ reported rate, also after a resume.
 With i = `last_batch_iteration` (-1 before the first `step()`), update number k = 1, 2, ... uses i = max(0, k - 2) in
 the warm-up schedules (so the first two updates have the rate at i = 0) and t = i + 1 = k - 1 in LRRangeTest and
 OneCycle. These are the rates of the reference implementation at every update, with two exceptions, where what it uses
-in update 1 is not what its formula says: its WarmupCosineLR starts at 0 whatever `warmup_min_ratio` is, and its OneCycle
-starts with the lowest momentum instead of the highest. A schedule made at a later `last_batch_iteration` sets that
-position's rate at once.
+in update 1 is not what its formula says: its WarmupCosineLR starts at 0 whatever `warmup_min_ratio` is, and its
+OneCycle starts with the lowest momentum instead of the highest. A schedule made at a later `last_batch_iteration` sets
+that position's rate at once.
 
     LRRangeTest     min * (1 + rate * t / size), the quotient rounded down with `staircase`
     OneCycle        min -> max over `first_step_size` updates, back over `second_step_size`, then

@@ -56,7 +56,7 @@ def test_flags_and_their_defaults() -> None:
 
 
 def test_values_are_converted() -> None:
-    args = parsed(*"--warmup_num_steps 7 --cycle_max_lr 0.5 --lr_range_test_staircase --warmup_type linear".split())
+    args = parsed("--warmup_num_steps=7", "--cycle_max_lr=0.5", "--lr_range_test_staircase", "--warmup_type=linear")
     assert (args.warmup_num_steps, args.cycle_max_lr, args.lr_range_test_staircase) == (7, 0.5, True)
     assert args.warmup_type == "linear"
 
