@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checks import ResumeCheck, StageMemory
+from checks import STATE_KINDS, ResumeCheck, StageMemory
 from data import Corpus
 from rich.console import Console
 from rich.table import Table
@@ -41,12 +40,28 @@ def sparkline(values: Sequence[float], width: int = 72) -> str:
 
 
 def show_start(engine: Any, corpus: Corpus, options: argparse.Namespace, steps: int) -> None:
-    parameters = sum(parameter.numel() for parameter in engine.module.parameters())
-    size = f"{options.layers} layers of width {options.width}, one token a byte"
-    print(f"model   {parameters / 1e6:.1f}M parameters: {size}")
-    print(f"text    {corpus.source}")
-    print(f"run     {steps} steps of {engine.train_batch_size()} x {options.context} bytes on {engine.device.type}\n")
-    sys.stdout.flush()
+    """The start-up table. Shown after the first step, when every state exists and its bytes have been measured."""
+    facts = engine.summary()
+    batch, dtypes, nbytes = facts["batch"], facts["dtypes"], facts["model_state_bytes"]
+    table = Table(show_header=False)
+    size = f"{facts['parameters']['total'] / 1e6:.1f}M parameters, {options.layers} layers of width {options.width}"
+    table.add_row("model", f"{size}, one token a byte")
+    table.add_row("text", corpus.source)
+    table.add_row("run", f"{steps} steps of {batch['train_batch_size']} x {options.context} bytes, {engine.device.type}")
+    table.add_row(
+        "batch",
+        f"{batch['train_batch_size']} = {batch['micro_batch_per_gpu']} per rank and micro-step "
+        f"x {batch['gradient_accumulation_steps']} micro-steps x {batch['data_parallel_size']} ranks",
+    )
+    table.add_row("ZeRO stage", str(facts["stage"]))
+    for kind, dtype in dtypes.items():
+        table.add_row(f"dtype of {kind}", dtype)
+    table.add_row("parallel sizes", ", ".join(f"{axis} {size}" for axis, size in facts["parallel"].items()))
+    for which in ("expected", "measured"):
+        parts = ", ".join(f"{kind} {mebibytes(nbytes[which][kind])}" for kind in STATE_KINDS)
+        total = mebibytes(sum(nbytes[which][kind] for kind in STATE_KINDS))
+        table.add_row(f"bytes per rank, {which}", f"{total} = {parts}")
+    Console(highlight=False).print(table)
 
 
 def show_end(
@@ -76,11 +91,11 @@ def show_end(
 def memory_table(memory: Sequence[StageMemory]) -> Table:
     title = "model states per rank: parameters, gradients, master copies, optimizer states"
     table = Table(title=title, title_justify="left")
-    for heading in ("ZeRO stage", "formula", "measured", "measured / formula", "on"):
-        table.add_column(heading, justify="left" if heading == "on" else "right")
+    for heading in ("ZeRO stage", "formula", "measured", "ratio", "of"):
+        table.add_column(heading, justify="left" if heading == "of" else "right")
     for row in memory:
         ratio = f"{row.measured / row.expected:.4f}" if row.expected else "-"
-        source = "this training run" if row.trained else "a fresh model, one step"
+        source = "this training run" if row.trained else "a fresh model"
         table.add_row(str(row.stage), mebibytes(row.expected), mebibytes(row.measured), ratio, source)
     return table
 
@@ -88,11 +103,19 @@ def memory_table(memory: Sequence[StageMemory]) -> Table:
 def resume_table(resumed: ResumeCheck) -> Table:
     verdict = "identical to the last bit" if resumed.identical else "DIFFERENT"
     table = Table(title=f"resume in new processes: {verdict}", title_justify="left")
-    for heading in ("loss of", "this run went on", "new processes loaded the checkpoint"):
+    for heading in ("loss", "this run, going on", "new processes, resumed"):
         table.add_column(heading)
-    for i, (mine, theirs) in enumerate(zip(resumed.continued, resumed.resumed, strict=True), start=1):
-        table.add_row(f"step +{i}", f"{mine:.9f}  {mine.hex()}", f"{theirs:.9f}  {theirs.hex()}")
+    for i, losses in enumerate(zip(resumed.continued, resumed.resumed, strict=True), start=1):
+        table.add_row(f"step +{i}", *(f"{loss:.9f}  {bits(loss)}" for loss in losses))
     return table
+
+
+def bits(value: float) -> str:
+    """The exact value in base 16, without trailing zeros: 2.5 is 0x1.4p+1."""
+    if not math.isfinite(value):
+        return str(value)
+    mantissa, exponent = value.hex().split("p")
+    return f"{mantissa.rstrip('0').rstrip('.')}p{exponent}"
 
 
 def draw(losses: Sequence[float], held_out: float, memory: Sequence[StageMemory], path: Path) -> Path | None:

@@ -85,6 +85,8 @@ def train(engine: Any, corpus: Corpus, options: argparse.Namespace, steps: int, 
             history.losses.append(shared[0].item() / dist.get_world_size())
             history.rates.append(rate)
             history.grad_norms.append(engine.get_global_grad_norm() if engine.was_step_applied() else None)
+            if step == 0 and dist.get_rank() == 0:
+                report.show_start(engine, corpus, options, steps)
             line.update(step + 1, loss=history.losses[-1], lr=rate, grad_norm=history.grad_norms[-1])
             if shared[1].item():
                 line.close()
@@ -122,16 +124,13 @@ def run(options: argparse.Namespace, interrupt: Interrupt) -> None:
         checks.replay(engine, options, lambda step: train_step(engine, corpus, options, step))
         return
 
-    chief = dist.get_rank() == 0
-    if chief:
-        report.show_start(engine, corpus, options, steps)
     history = train(engine, corpus, options, steps, interrupt)
     held_out = held_out_loss(engine, corpus, options)
     text = sample_text(engine, options)
     resumed = checks.check_resume(engine, options, steps, lambda step: train_step(engine, corpus, options, step))
     memory = checks.memory_by_stage(engine, config, corpus, options, lambda changed: build_engine(options, changed))
     engine.destroy()
-    if chief:
+    if dist.get_rank() == 0:
         report.show_end(history, held_out, text, resumed, memory, options)
     if not resumed.identical:
         raise SystemExit("the resumed run computed other losses than the one that went on")

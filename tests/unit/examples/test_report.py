@@ -57,7 +57,7 @@ def test_resume_table_compares_every_bit() -> None:
     same = ResumeCheck([2.5, 2.25], [2.5, 2.25], Path("x"))
     assert same.identical
     assert "identical to the last bit" in printed(resume_table(same))
-    assert "0x1.4000000000000p+1" in printed(resume_table(same))
+    assert "0x1.4p+1" in printed(resume_table(same))
     other = ResumeCheck([2.5], [2.5 + 2**-51], Path("x"))
     assert not other.identical
     assert "DIFFERENT" in printed(resume_table(other))
