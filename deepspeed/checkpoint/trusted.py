@@ -138,10 +138,15 @@ def _numpy_classes() -> dict[str, Any]:
 _TORCH_FUNCTIONS = (
     "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
     "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
-    "torch._utils._rebuild_sparse_tensor", "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout",
+    "torch._utils._rebuild_sparse_tensor", "torch.serialization._get_layout",
     "torch.Tensor", "torch.nn.parameter.Parameter", "torch.Size", "torch.device", "torch.storage.UntypedStorage",
     "torch.storage.TypedStorage", "_codecs.encode",
 )  # fmt: skip
+
+
+def _plain_tensor(rebuild: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """A tensor with attributes or a class of its own, without them."""
+    return rebuild(*args)
 
 
 def _look_up(path: str) -> Any:
@@ -155,6 +160,7 @@ class _Table:
     def __init__(self) -> None:
         self.own = {**_old_classes(), **_harmless()}
         self.torch = {path: _look_up(path) for path in _TORCH_FUNCTIONS}
+        self.torch["torch._tensor._rebuild_from_type_v2"] = _plain_tensor
 
     def find(self, module: str, name: str) -> Any:
         path = f"{module}.{name}"
