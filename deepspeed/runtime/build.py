@@ -58,7 +58,7 @@ def build_engine(
             dist_backend=None, distributed_port=distributed_port, dist_init_required=dist_init_required
         )
     mesh = build_mesh(config, mpu, mesh_param)
-    parsed = DeepSpeedConfig.parse(config, strict=strict_config()).resolve(mesh.size("dp"))
+    parsed = DeepSpeedConfig.parse(config, strict=strict_config(), dp_world_size=mesh.size("dp"))
     tell_about_config(parsed)
     device = local_device()
     precision, report = prepare_module(model, parsed, device)
@@ -133,6 +133,8 @@ def tell_about_config(config: DeepSpeedConfig) -> None:
     if dist.get_rank() == 0:
         for line in config.notes():
             logger.warning(line)
+        for line in config.adjustments:
+            logger.debug(line)
 
 
 def strict_config() -> bool:

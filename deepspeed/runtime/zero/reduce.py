@@ -347,6 +347,7 @@ class GradReducer:
         bucket.spill(buffer, targets)
         for position in self._close(number, bucket):
             held, param = taken.pop(position), group.params[position]
+            assert held is not None
             if dtype is not group.dtype:
                 group.accum[position] = held
             elif param.grad is None:

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# An environment of its own with the release benchmarks compare against: .venv-reference/ (or the folder given).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${1:-.venv-reference}
+python3 -m venv "$target"
+"$target/bin/python" -m pip install -q -c constraints.txt torch numpy setuptools wheel ninja
+"$target/bin/python" -m pip install -q --no-build-isolation deepspeed==0.19.8
+"$target/bin/python" -c "import importlib.metadata as m; print('deepspeed', m.version('deepspeed'), 'in $target')"
