@@ -26,7 +26,8 @@ Step = Callable[[], None]
 def llama() -> nn.Module:
     path = Path(__file__).resolve().parent.parent / "examples" / "quickstart" / "model.py"
     spec = importlib.util.spec_from_file_location("quickstart_model", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["quickstart_model"] = module
     spec.loader.exec_module(module)

@@ -2,8 +2,8 @@
 
     python benchmarks/wire_bytes.py [--ranks 2 4] [--json FILE]
 
-Model: 16 Linears of width 256 in fp32 (P parameters). Bytes are per rank in units of P(N-1)/N elements; calls beside the
-most that ceil(2P/bucket) + 2 allows. The one small all-reduce of every step (norm and agreement) is in both.
+Model: 16 Linears of width 256 in fp32 (P parameters). Bytes are per rank in units of P(N-1)/N elements; calls stand
+beside the most that ceil(2P/bucket) + 2 allows. The one small all-reduce of every step (norm and agreement) is in both.
 """
 
 from __future__ import annotations
