@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("gpu_step: no GPU here")
+        print("gpu_step: no GPU here, nothing measured")
+        return
     os.environ.setdefault("LOCAL_RANK", "0")
     for layers, width, rows in ((options.layers, options.width, 4096), (50, 64, 8)):
         x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
