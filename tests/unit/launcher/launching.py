@@ -19,17 +19,18 @@ _FOREIGN = (
     "PDSH_RCMD_TYPE", "KMP_AFFINITY",
 )  # fmt: skip
 LIMIT = 60
-bytecode_folder: Path | None = None
+# For scripts that run on several ranks: print() writes words and line end one by one, and so lines of ranks mix.
+SAY = """
+import os
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
 
 
 def clean_environment(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment with an empty home, the package on the path, and ``extra``."""
     environment = {name: content for name, content in os.environ.items() if name not in _FOREIGN}
     environment.update(HOME=str(home), DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
-    if bytecode_folder is not None:
-        # Start-up is most of what these tests wait for, and a suite may be told to leave no bytecode in the tree.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        environment["PYTHONPYCACHEPREFIX"] = str(bytecode_folder)
     environment.update(extra or {})
     return environment
 
@@ -41,6 +42,7 @@ class Folder:
         self.path = path
         self.home = path / "home"
         self.home.mkdir()
+        self.script("say.py", SAY)
 
     def script(self, name: str, text: str) -> str:
         (self.path / name).write_text(text)

@@ -211,6 +211,22 @@ def test_given_port_and_address_reach_the_workers(folder: Folder) -> None:
     assert (environment["MASTER_PORT"], environment["MASTER_ADDR"]) == (port, "localhost")
 
 
+def test_ranks_find_each_other(folder: Folder) -> None:
+    script = folder.script(
+        "meet.py",
+        "import torch, torch.distributed as dist\n"
+        "from say import say\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([dist.get_rank() + 1.0])\n"
+        "dist.all_reduce(total)\n"
+        "say(dist.get_rank(), total.item())\n"
+        "dist.destroy_process_group()\n",
+    )
+    done = folder.launch("-q", "--num_gpus", "2", "--no_local_rank", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 3.0", "1 3.0"]
+
+
 def test_each_rank_can_have_its_own_log(folder: Folder) -> None:
     script = folder.script("talk.py", "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
     done = folder.launch("-q", "--num_gpus", "2", "--enable_each_rank_log", "logs/deep", script)

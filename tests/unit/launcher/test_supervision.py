@@ -19,6 +19,7 @@ from tests.unit.launcher.launching import Folder, is_running, state, wait_until
 # Starts an ordinary child and one with a session of its own, tells all three numbers, then does what LAST says.
 FAMILY = """
 import os, signal, subprocess, sys, time
+from say import say
 if "deaf" in sys.argv:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -27,7 +28,7 @@ sleeper = [sys.executable, "-uc", code]
 children = [subprocess.Popen(sleeper, stdout=subprocess.PIPE, start_new_session=own) for own in (False, True)]
 for child in children:
     child.stdout.read(2)
-print(os.getpid(), *(child.pid for child in children), flush=True)
+say(os.getpid(), *(child.pid for child in children))
 if os.environ["RANK"] == "1" and "die" in sys.argv:
     sys.stdin.readline() if sys.stdin.isatty() else time.sleep(0.3)
     os._exit(3)
@@ -60,12 +61,12 @@ def test_a_dead_worker_ends_all_others_and_their_children_within_a_second(
 
 
 def test_workers_that_obey_are_gone_at_once(folder: Folder) -> None:
-    """Without handlers nothing has to wait for the grace period."""
+    """Without handlers nothing has to wait for the end of the grace period, however long it is."""
     body = "import os, time\nif os.environ['RANK'] == '0': time.sleep(.2); os._exit(9)\ntime.sleep(60)"
-    done = folder.launch("--num_gpus", "3", folder.script("end.py", body))
+    done = folder.launch("--num_gpus", "3", folder.script("end.py", body), extra={"DS_LAUNCH_GRACE": "20"})
     match = re.search(r"ended within (\d+\.\d\d) s", done.stderr)
     assert match is not None, done.stderr
-    assert float(match[1]) < 0.2
+    assert float(match[1]) < 5.0
 
 
 @pytest.mark.parametrize("others", ("polite", "deaf"))
@@ -116,14 +117,15 @@ def test_a_run_that_ends_well_leaves_background_programs_alone(folder: Folder) -
 
 GRACEFUL = """
 import os, signal, sys, time
+from say import say
 def finish(number, frame):
     time.sleep(0.3)
-    print("rank", os.environ["RANK"], "finished after", signal.Signals(number).name, flush=True)
+    say("rank", os.environ["RANK"], "finished after", signal.Signals(number).name)
     sys.exit(int(os.environ.get("CODE", "0")))
 signal.signal(signal.SIGTERM, finish)
 signal.signal(signal.SIGINT, finish)
-signal.signal(signal.SIGUSR1, lambda number, frame: print("noted", flush=True))
-print("up", flush=True)
+signal.signal(signal.SIGUSR1, lambda number, frame: say("noted"))
+say("up")
 while True:
     time.sleep(10)
 """
@@ -148,7 +150,7 @@ def test_signals_are_forwarded_and_workers_may_finish(folder: Folder, signum: si
 
 
 def test_default_reaction_to_a_signal_gives_the_shells_code(folder: Folder) -> None:
-    script = folder.script("wait.py", "import time; print('up', flush=True); time.sleep(60)")
+    script = folder.script("wait.py", "import time; from say import say; say('up'); time.sleep(60)")
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         with folder.started("-q", "--num_gpus", "2", script) as process:
             assert process.stdout is not None
@@ -207,7 +209,7 @@ def test_signals_ignored_at_the_start_stay_ignored(folder: Folder) -> None:
 
 
 def test_stop_and_continue_reach_the_workers(folder: Folder) -> None:
-    script = folder.script("wait.py", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    script = folder.script("wait.py", "import os, time; from say import say; say(os.getpid()); time.sleep(60)")
     with folder.started("-q", "--num_gpus", "2", script) as process:
         pids = [*told_pids(process, 2), process.pid]
 
@@ -253,7 +255,8 @@ def test_log_of_the_failed_rank_is_quoted(folder: Folder) -> None:
 
 
 def test_refused_local_rank_gets_a_hint(folder: Folder) -> None:
-    script = folder.script("strict.py", "import argparse; argparse.ArgumentParser().parse_args(); print('fine')")
+    body = "import argparse, say; argparse.ArgumentParser().parse_args(); say.say('fine')"
+    script = folder.script("strict.py", body)
     done = folder.launch("--num_gpus", "2", script)
     assert done.returncode == 2
     assert "does not accept --local_rank, start with --no_local_rank and let it read LOCAL_RANK" in done.stderr
