@@ -11,7 +11,8 @@ stage  parameters   gradients                   fp32 master copy + two moments
 2      p·P          p·P/N                       12·P/N (8·P/N)
 =====  ===========  ==========================  ===========================================
 
-An fp32 model is its own master copy. Sizes are bytes.
+An fp32 model is its own master copy. A stage-1 step of a single micro-step sends each gradient as soon as it is
+complete and keeps the owned part only, so it holds p·P/N like stage 2. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def model_state_bytes(
     master_dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
     states_per_param: int = 2,
+    gradient_accumulation_steps: int | None = None,
     cpu_offload: bool = False,
 ) -> ModelStateBytes:
     """Bytes of the model states of one rank (see the module docstring).
@@ -79,12 +81,14 @@ def model_state_bytes(
         master_dtype: of the optimizer's own copy of the parameters; none is kept when it is ``model_dtype``.
         state_dtype: of the optimizer's states.
         states_per_param: state tensors of the optimizer as large as the parameter (Adam 2, momentum SGD and Lion 1).
+        gradient_accumulation_steps: micro-steps of a step; None stands for several.
         cpu_offload: keep gradients and optimizer in host memory.
     """
     if stage not in (0, 1, 2):
         raise ValueError(f"model_state_bytes: `stage` must be 0, 1 or 2, found {stage!r}")
     owned = math.ceil(total_params / data_parallel_size) if stage > 0 else total_params
-    grads_held = owned if stage == 2 or cpu_offload else total_params
+    sent_at_once = stage == 2 or (stage == 1 and gradient_accumulation_steps == 1)
+    grads_held = owned if sent_at_once or cpu_offload else total_params
     master = 0 if master_dtype == model_dtype else master_dtype.itemsize
     return ModelStateBytes(
         parameters=total_params * model_dtype.itemsize,
@@ -105,6 +109,7 @@ def estimate_zero2_model_states_mem_needs(
     model_dtype: torch.dtype = torch.bfloat16,
     grad_dtype: torch.dtype | None = None,
     states_per_param: int = 2,
+    gradient_accumulation_steps: int | None = None,
 ) -> tuple[int, int]:
     """Return (host bytes a node, device bytes a rank) that the model states need under stage 1 or 2.
 
@@ -117,7 +122,7 @@ def estimate_zero2_model_states_mem_needs(
         num_nodes: nodes.
         cpu_offload: gradients and optimizer in host memory.
         additional_buffer_factor: see above.
-        stage, model_dtype, grad_dtype, states_per_param: see `model_state_bytes`.
+        stage, model_dtype, grad_dtype, states_per_param, gradient_accumulation_steps: see `model_state_bytes`.
     """
     states = model_state_bytes(
         total_params,
@@ -126,6 +131,7 @@ def estimate_zero2_model_states_mem_needs(
         model_dtype=model_dtype,
         grad_dtype=grad_dtype,
         states_per_param=states_per_param,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         cpu_offload=cpu_offload,
     )
     while_built = total_params * torch.float32.itemsize

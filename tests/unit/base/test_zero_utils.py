@@ -143,6 +143,8 @@ def test_other_formats_and_optimizers() -> None:
     assert (wide.gradients, wide.optimizer) == (2 * MILLION, 4 * MILLION)
     low = model_state_bytes(MILLION, 1, 1, master_dtype=torch.bfloat16, state_dtype=torch.bfloat16)
     assert low.optimizer == 4 * MILLION
+    at_once = model_state_bytes(MILLION, 4, 1, gradient_accumulation_steps=1)
+    assert at_once == model_state_bytes(MILLION, 4, 2)
     offloaded = model_state_bytes(MILLION, 2, 2, cpu_offload=True)
     assert (offloaded.device, offloaded.host) == (2 * MILLION, (1 + 6) * MILLION)
     with pytest.raises(ValueError, match="`stage` must be 0, 1 or 2, found 3"):
