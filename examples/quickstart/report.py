@@ -47,7 +47,7 @@ def show_start(engine: Any, corpus: Corpus, options: argparse.Namespace, steps: 
     size = f"{facts['parameters']['total'] / 1e6:.1f}M parameters, {options.layers} layers of width {options.width}"
     table.add_row("model", f"{size}, one token a byte")
     table.add_row("text", corpus.source)
-    table.add_row("run", f"{steps} steps of {batch['train_batch_size']} x {options.context} bytes, {engine.device.type}")
+    table.add_row("run", f"{steps} steps of {batch['train_batch_size']} x {options.context} bytes on {engine.device}")
     table.add_row(
         "batch",
         f"{batch['train_batch_size']} = {batch['micro_batch_per_gpu']} per rank and micro-step "
