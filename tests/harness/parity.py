@@ -226,7 +226,8 @@ def compare(case: Case, ranks: list[list[StepRecord]], full: list[StepRecord]) -
         losses: list[list[float]] = []
         for micro in range(case.accumulation):
             index = step * case.accumulation + micro
-            losses.append(trainer.backward(_losses(spec, index, case.rows)))
+            boundary = micro == case.accumulation - 1
+            losses.append(trainer.backward(_losses(spec, index, case.rows), boundary=boundary))
         problems = compare_losses(f"step {step}", losses, seen, case.tolerance)
         problems += compare_step(f"step {step}", trainer, seen, full[step], optimizer.state_keys, case.tolerance)
         if problems:

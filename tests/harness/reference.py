@@ -82,9 +82,10 @@ class _Autocast:
 class PlainTrainer:
     """N ranks in one process.
 
-    `stage` decides the order of sums and the roundings, nothing else: in stages 0 and 1 a rank adds up its own
-    micro-batches and the mean over ranks is taken once per boundary, in stage 2 it is taken in each backward and the
-    means add up. In stage 0 every rank gets the mean back over the wire, so it is rounded to the dtype of the wire.
+    `stage` decides the order of sums and the roundings, nothing else. In stage 2 the mean over ranks is taken in each
+    backward and the means add up; in stages 0 and 1 a rank first adds up its own micro-batches and the mean is taken
+    in the backward of the boundary. In stage 0 the mean, rounded to the dtype of the wire, takes the place of what
+    each rank holds, and a further backward adds to it.
     """
 
     def __init__(
@@ -124,20 +125,23 @@ class PlainTrainer:
         self.local: list[dict[str, Tensor]] = [{} for _ in range(self.world_size)]
         self.reduced: dict[str, Tensor] = {}
         self.touched: set[str] = set()
+        self.held_back = False  # gradients have been added since the last reduction
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 
-    def backward(self, loss_of_rank: LossOfRank, *, sync: bool = True) -> list[float]:
+    def backward(self, loss_of_rank: LossOfRank, *, sync: bool = True, boundary: bool = True) -> list[float]:
         """Forward and backward of every rank; returns the losses in rank order, as the model gave them.
 
-        `sync` False holds the mean over ranks back (no_sync).
+        `boundary`: the micro-step ends its window. `sync` False holds the mean over ranks back (no_sync); `step`
+        takes it then.
         """
         losses = []
         for rank in range(self.world_size):
             loss = loss_of_rank(self.callable, rank)  # type: ignore[arg-type]
             losses.append(float(loss.detach()))
             self.backward_rank(rank, loss)
-        if self.stage >= 2 and sync:
+        self.held_back = True
+        if sync and (boundary or self.stage >= 2):
             self.reduce()
         return losses
 
@@ -171,23 +175,29 @@ class PlainTrainer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Mean over ranks of what they hold, added to what has been reduced since the last boundary."""
+        """Mean over ranks of what they hold."""
+        self.held_back = False
         for name, param in self.params.items():
             parts = [held.pop(name, None) for held in self.local]
             if all(part is None for part in parts):
                 continue
             self.touched.add(name)
             accum = self._accum_dtype(param)
-            total = torch.zeros_like(param, dtype=torch.float32)
-            for part in parts:
-                if part is not None:
-                    total += part.to(self.precision.comm or accum).float()
-            mean = (total * (1.0 / self.world_size)) if self.world_size > 1 else total
-            if self.stage == 0 and self.world_size > 1:
-                mean = mean.to(self.precision.comm or accum).float()
-            if name in self.reduced:
-                mean = self.reduced[name].float() + mean
-            self.reduced[name] = mean.to(accum)
+            wire = self.precision.comm or accum
+            if self.world_size == 1:
+                mean = parts[0].float()  # type: ignore[union-attr]
+            else:
+                total = torch.zeros_like(param, dtype=torch.float32)
+                for part in parts:
+                    if part is not None:
+                        total += part.to(wire).float()
+                mean = total * (1.0 / self.world_size)
+            if self.stage == 0:
+                self.reduced[name] = mean.to(wire).to(accum) if self.world_size > 1 else mean.to(accum)
+                for held in self.local:
+                    held[name] = self.reduced[name].clone()
+            else:
+                self.reduced[name] = (self.reduced[name].float() + mean if name in self.reduced else mean).to(accum)
 
     # -- the boundary ----------------------------------------------------------------------------------------------
 
@@ -197,7 +207,8 @@ class PlainTrainer:
         `norm_for_clip`: take this norm for the clipping factor. The caller has compared it with `self.norm`; using it
         makes the rest comparable to the last bit, which the order of a sum of squares otherwise decides.
         """
-        self.reduce()
+        if self.held_back:
+            self.reduce()
         gradients = {name: self.reduced[name].float() for name in self.touched}
         squares = sum(float(g.double().square().sum()) for g in gradients.values())
         overflow = not math.isfinite(squares)
@@ -237,9 +248,11 @@ class PlainTrainer:
         return {name: master.detach().clone() for name, master in self.masters.items()}
 
     def states(self, keys: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """Optimizer states by parameter name and key; parameters without a state are left out."""
+        """Optimizer states by name and key of the parameters that are not frozen now and have some."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, master in self.masters.items():
+            if not self.params[name].requires_grad:
+                continue
             state = self.optimizer.state.get(master, {})
             picked = {key: state[key].detach().clone() for key in keys if isinstance(state.get(key), Tensor)}
             if picked:
