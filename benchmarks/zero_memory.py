@@ -1,16 +1,16 @@
 """Bytes of model states per rank at every instant of a step, ZeRO stages 0 to 2 on 1, 2 and 4 ranks.
 
-    python benchmarks/zero_memory.py [--ranks 1 2 4] [--reference PYTHON] [--json FILE]
+    python benchmarks/zero_memory.py [--ranks 1 2 4] [--json FILE]
 
 Owns: the formula of each stage, the measurement, the verdict. Does not own: anything in the package; only the public
-API is used, so `--reference` runs the same code under another interpreter (one with deepspeed 0.19.8, say).
+API is used, so the same code measures deepspeed 0.19.8 where its environment exists (see `peers.py`).
 
 How it measures. Each rank trains a stack of square Linear layers on one row of input for a few steps, so that
 activations are about a thousandth of the weights. torch's profiler records every allocation and every release of the
 process from before the model exists, and the highest sum inside a step is the peak: nothing that lives between two
 samples is missed, temporary or not. It contains what the formula does not: buckets, temporary copies, allocations of
-the collectives. Between the phases (forward, backward, step) the distinct storages of all live tensors are summed as well;
-both ways must agree there.
+the collectives. Between the phases (forward, backward, step) the distinct storages of all live tensors are summed as
+well; both ways must agree there.
 
 Verdict: the peak is at most the formula + 1 %, or + 2 buckets (of `reduce_bucket_size` gradient elements).
 """
@@ -21,13 +21,14 @@ import argparse
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from peers import free_port, reference_python
 
 ADAM_STATES = 2  # exp_avg and exp_avg_sq, fp32
 STEPS = 3  # the first creates the states; every one counts
@@ -71,8 +72,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of the rank that holds most, less the activations. `peak_phase`: where the peak was; `held`: most at the end
-    of a phase, by walking live tensors; `walk_error`: largest difference of that walk and the allocation record."""
+    """Bytes of the rank that holds most, less the activations. `peak_phase`: where the peak was; `held`: most at the
+    end of a phase, by walking live tensors; `walk_error`: largest difference of that walk and the allocation record."""
 
     case: Case
     formula: int
@@ -234,13 +235,10 @@ def rank_main(cases: list[Case], results: Path) -> None:
 def measure(python: str, cases: list[Case]) -> list[Row]:
     """Run `cases` (all of the same number of ranks) under interpreter `python`; the rank with most bytes counts."""
     ranks = cases[0].ranks
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "result")
         given = json.dumps([asdict(case) for case in cases])
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         common["OMP_NUM_THREADS"] = "1"
         started = [
             subprocess.Popen(
@@ -273,7 +271,7 @@ def markdown(rows: list[Row], reference: list[Row] | None) -> str:
     """The table of docs/zero.md."""
     heads = ["ranks", "dtype", "stage", "formula, B/parameter", "peak, B/parameter", "ratio", "above formula, buckets"]
     heads += ["at", "held between phases, B/parameter"]
-    heads += ["reference peak, B/parameter"] if reference else []
+    heads += ["deepspeed 0.19.8 peak"] if reference else []
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for i, row in enumerate(rows):
         per = row.case.numel
@@ -292,7 +290,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
     parser.add_argument("--width", type=int, default=512, help="of each square layer")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--reference", metavar="PYTHON", help="interpreter with another deepspeed, for comparison")
     parser.add_argument("--json", type=Path, help="write all numbers there too")
     parser.add_argument("--rank-results", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank-cases", help=argparse.SUPPRESS)
@@ -300,6 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.rank_results:
         rank_main([Case(**case) for case in json.loads(options.rank_cases)], options.rank_results)
         return 0
+    peer = reference_python()
     rows: list[Row] = []
     reference: list[Row] = []
     for ranks in options.ranks:
@@ -309,9 +307,9 @@ def main(arguments: list[str] | None = None) -> int:
             for stage in options.stages
         ]
         rows += measure(sys.executable, cases)
-        if options.reference:
-            # torch's own Adam: the other package may have to compile its one first.
-            reference += measure(options.reference, [replace(case, torch_adam=True) for case in cases])
+        if peer:
+            # torch's own Adam: the peer would have to compile its one first.
+            reference += measure(peer, [replace(case, torch_adam=True) for case in cases])
     print(markdown(rows, reference or None))
     missed = [row for row in rows if not row.reached]
     worst_error = max(row.walk_error / row.case.numel for row in rows)
