@@ -27,8 +27,6 @@ import torch
 from deepspeed.ops.elementwise import Row, run_staged
 from deepspeed.ops.optimizer_base import StateOptimizer
 
-_NATIVE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class AdamRule:
@@ -64,9 +62,10 @@ def adam_update_group(optimizer: StateOptimizer, group: dict[str, Any], rule: Ad
 
     Parameters of one device, dtype and step count go to one fused call; the others one by one through fp32 scratch.
     """
-    # (device, dtype, step) -> columns [params, grads, exp_avgs, exp_avg_sqs(, max_exp_avg_sqs)]
-    columns: dict[tuple[torch.device, torch.dtype, int], list[list[torch.Tensor]]] = {}
-    keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if rule.amsgrad else ("exp_avg", "exp_avg_sq")
+    # This loop is what an optimizer step over many small tensors costs, so it looks at each attribute once.
+    # (dtype, device index, step) -> columns [params, grads, exp_avgs, exp_avg_sqs(, max_exp_avg_sqs)]
+    batches: dict[tuple[torch.dtype, int, int], list[list[torch.Tensor]]] = {}
+    amsgrad = rule.amsgrad
     states = optimizer.state
     for param in group["params"]:
         grad = param.grad
@@ -79,21 +78,43 @@ def adam_update_group(optimizer: StateOptimizer, group: dict[str, Any], rule: Ad
             )
         state = states[param]
         if not state:
-            optimizer.check_param(param)
-            state["step"] = 0
-            for key in keys:
-                state[key] = optimizer.new_state(param)
+            _make_state(optimizer, param, state, amsgrad)
         state["step"] = step = state["step"] + 1
-        row: Row = [param, grad, *(state[key] for key in keys)]
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         dtype = param.dtype
-        if dtype in _NATIVE and all(t.dtype is dtype and t.is_contiguous() for t in row):
-            batch = columns.setdefault((param.device, dtype, step), [[] for _ in row])
-            for column, tensor in zip(batch, row, strict=True):
-                column.append(tensor)
-        else:
+        direct = (
+            dtype is grad.dtype
+            and dtype is exp_avg.dtype
+            and param.is_contiguous()
+            and grad.is_contiguous()
+            and exp_avg.is_contiguous()
+            and exp_avg_sq.is_contiguous()
+        )
+        if not direct:
+            row: Row = [param, grad, exp_avg, exp_avg_sq]
+            if amsgrad:
+                row.append(state["max_exp_avg_sq"])
             run_staged(_Fused(rule, _step_tensor(rule, step, param.device)), row)
-    for (device, _, step), batch in columns.items():
-        _Fused(rule, _step_tensor(rule, step, device))(batch)
+            continue
+        key = (dtype, param.get_device(), step)
+        columns = batches.get(key)
+        if columns is None:
+            columns = batches[key] = [[] for _ in range(5 if amsgrad else 4)]
+        columns[0].append(param)
+        columns[1].append(grad)
+        columns[2].append(exp_avg)
+        columns[3].append(exp_avg_sq)
+        if amsgrad:
+            columns[4].append(state["max_exp_avg_sq"])
+    for (_, _, step), columns in batches.items():
+        _Fused(rule, _step_tensor(rule, step, columns[0][0].device))(columns)
+
+
+def _make_state(optimizer: StateOptimizer, param: torch.Tensor, state: dict[str, Any], amsgrad: bool) -> None:
+    optimizer.check_param(param)
+    state["step"] = 0
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq"):
+        state[key] = optimizer.new_state(param)
 
 
 @dataclass(frozen=True)
