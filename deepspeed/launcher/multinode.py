@@ -105,6 +105,9 @@ def run(
         f"{num_ranks} ranks on {len(active)} hosts ({', '.join(active)}) through {options.launcher}; "
         f"rank 0 at {options.master_addr}:{options.master_port}"
     )
+    for name, used in (("MASTER_ADDR", options.master_addr), ("MASTER_PORT", str(options.master_port))):
+        if os.environ.get(name, used) != used:
+            console.info(f"{name}={os.environ[name]} of the environment is not used; --{name.lower()} sets it")
     environment = dict(os.environ)
     if isinstance(runner, SSHRunner):
         return _run_ssh(runner.get_cmd(environment, active), list(active), environment, console)

@@ -205,8 +205,10 @@ def test_ssh_is_tried_before_the_start(cluster: Folder) -> None:
     assert "ssh -o PasswordAuthentication=no unreachable hostname" in done.stderr
     assert "No route to host" in done.stderr
     assert not (cluster.path / "pdsh.json").exists()
-    done = start(cluster, "--no_ssh_check", "--master_addr", "10.0.0.1", "--ssh_port", "7", script)
+    words = ("--no_ssh_check", "--master_addr", "10.0.0.1", "--ssh_port", "7")
+    done = start(cluster, *words, script, extra={"MASTER_PORT": "4000"})
     assert done.returncode == 0, done.stderr
+    assert "MASTER_PORT=4000 of the environment is not used; --master_port sets it" in done.stderr
     assert "--master_addr=10.0.0.1" in logged(cluster, "pdsh")[0]["words"][-1]  # type: ignore[index]
 
 
