@@ -85,7 +85,7 @@ class Recipe:
         Happens where buckets leave during backward and a layer is used in one backward and not in another. Such a
         recipe has one right answer only up to rounding, so it is drawn in fp32 and with SGD, which does not magnify it.
         """
-        early = self.stage >= 2 or dict(self.zero).get("overlap_comm", False)
+        early = self.stage > 0 or dict(self.zero).get("overlap_comm", False)
         varied = any(part.skip for op in self.ops for part in op.parts) or any(op.kind == "unfreeze" for op in self.ops)
         return self.world_size > 1 and early and varied
 
@@ -150,6 +150,9 @@ def draw(seed: int) -> Recipe:
     )
     if recipe.has_late_gradients:
         recipe = replace(recipe, precision="fp32", accum="", optimizer="sgd")
+    if recipe.precision == "fp16_dynamic" and any(part.raw for op in recipe.ops for part in op.parts):
+        # Gradients that are divided late are larger until then and overflow at another scale.
+        recipe = replace(recipe, precision="fp16")
     return recipe
 
 
@@ -164,7 +167,8 @@ def _draw_net(rng: random.Random) -> Net:
         idle=tuple(rng.choice(shapes) for _ in range(rng.choice((0, 0, 1, 2)))),
     )
     count = len(list(FuzzNet(net).parameters()))
-    frozen = tuple(sorted(rng.sample(range(count), rng.choice((0, 0, 0, 1, min(2, count - 1))))))
+    # The first parameter is used in every forward and never frozen, so that every loss has a graph.
+    frozen = tuple(sorted(rng.sample(range(1, count), min(count - 1, rng.choice((0, 0, 0, 1, 2))))))
     return replace(net, frozen=frozen)
 
 
@@ -184,7 +188,6 @@ def _draw_part(rng: random.Random, net: Net, world_size: int, allow_raw: bool) -
     layers = len(net.dims) - 1
     skip: tuple[tuple[int, ...], ...] = ()
     if rng.random() < 0.3:
-        # The first layer always runs, so that every loss has a graph.
         skip = tuple(
             tuple(layer for layer in range(1, layers) if rng.random() < 0.4) for _ in range(world_size)
         )
@@ -192,7 +195,10 @@ def _draw_part(rng: random.Random, net: Net, world_size: int, allow_raw: bool) -
 
 
 def _draw_ops(rng: random.Random, net: Net, world_size: int, accumulation: int) -> tuple[Op, ...]:
+    # A plain loss.backward() is divided by the accumulation steps at the boundary, not before: the same bits only for
+    # powers of two.
     allow_raw = accumulation != 3 and rng.random() < 0.4
+    count = len(list(FuzzNet(net).parameters()))
     ops: list[Op] = []
     for _ in range(rng.randint(1, 4)):  # windows
         for _ in range(accumulation):
@@ -206,8 +212,8 @@ def _draw_ops(rng: random.Random, net: Net, world_size: int, accumulation: int) 
             ops.append(Op("micro", parts))
         kind = rng.choice(("", "", "", "freeze", "unfreeze", "edit", "rate", "reload"))
         if kind:
-            # The first parameter is never frozen: with it the loss has a graph whatever else is.
-            ops.append(Op(kind, index=rng.randint(1, 30) if kind == "freeze" else rng.randint(0, 30), factor=0.5))
+            index = rng.randrange(1, count) if count > 1 and kind == "freeze" else rng.randrange(count)
+            ops.append(Op("edit" if kind == "freeze" and index == 0 else kind, index=index, factor=0.5))
     return tuple(ops)
 
 
