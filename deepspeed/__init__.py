@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.git_version_info import git_branch, git_hash, version
+from deepspeed.git_version_info import version
 
 if TYPE_CHECKING:
     from deepspeed import checkpointing, comm, ops, runtime, utils
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.arguments import add_config_arguments
     from deepspeed.comm.comm import init_distributed
+    from deepspeed.git_version_info import git_branch, git_hash
     from deepspeed.initialization import initialize
     from deepspeed.runtime import zero
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
     from deepspeed.utils.logging import log_dist, logger
 
 __version__ = version
-__git_hash__ = git_hash
-__git_branch__ = git_branch
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("+")[0].split(".")[:3])
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 
 _NAMES = {
     "initialize": "deepspeed.initialization",
+    "git_hash": "deepspeed.git_version_info",
+    "git_branch": "deepspeed.git_version_info",
     "add_config_arguments": "deepspeed.arguments",
     "init_distributed": "deepspeed.comm.comm",
     "get_accelerator": "deepspeed.accelerator",
@@ -83,6 +84,8 @@ __all__ = ["__version__", "version", *_NAMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("__git_hash__", "__git_branch__"):
+        name = name.strip("_")
     if name in _NAMES:
         value = getattr(importlib.import_module(_NAMES[name]), name)
     elif name in _MODULES:

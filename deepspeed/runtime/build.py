@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
 from deepspeed.runtime.config_types import torch_dtype
@@ -32,6 +33,7 @@ from deepspeed.runtime.precision_config import DEFAULT_AUTOCAST_MODULES
 from deepspeed.runtime.replicas import agree_on_model, broadcast_module
 from deepspeed.runtime.watchers import default_callbacks
 from deepspeed.runtime.zero.historical import optimizer_class
+from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.utils.logging import logger, set_log_level_from_string
@@ -60,6 +62,7 @@ def build_engine(
     mesh = build_mesh(config, mpu, mesh_param)
     parsed = DeepSpeedConfig.parse(config, strict=strict_config(), dp_world_size=mesh.size("dp"))
     tell_about_config(parsed)
+    configure_checkpointing(parsed, mpu)
     device = local_device()
     precision, report = prepare_module(model, parsed, device)
     names = name_parameters(model)
@@ -135,6 +138,12 @@ def tell_about_config(config: DeepSpeedConfig) -> None:
             logger.warning(line)
         for line in config.adjustments:
             logger.debug(line)
+
+
+def configure_checkpointing(config: DeepSpeedConfig, mpu: Any) -> None:
+    """Hand an ``activation_checkpointing`` block to ``deepspeed.checkpointing`` unless the program has done so."""
+    if "activation_checkpointing" in config.sections.model_fields_set and not checkpointing.is_configured():
+        checkpointing.configure(mpu, deepspeed_config=config)
 
 
 def strict_config() -> bool:
@@ -252,6 +261,7 @@ def choose_optimizer(
                 "optimizer: pass optimizer= to deepspeed.initialize or add an `optimizer` block to the config"
             )
         return None
+    set_optimizer_flags(config, model)
     settings = dict(section.params or {})
     if precision.master is not torch.float32 and not config.bfloat16_config.bf16_optimizer_states:
         settings.setdefault("fp32_optimizer_states", True)

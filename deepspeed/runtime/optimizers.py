@@ -124,7 +124,7 @@ def build_optimizer(
         builder = _torch_builder(name)
         known = _keywords(getattr(torch.optim, name))
     else:
-        known = known_params(kind) or _MUP_PARAMS[kind]
+        known = (known_params(kind) or _MUP_PARAMS[kind]) | _FROM_THE_ENGINE.get(kind, frozenset())
     if low_precision_masters and "fp32_optimizer_states" not in known:
         params.pop("fp32_optimizer_states", None)
     _check_params(setting, params, known)
@@ -252,6 +252,12 @@ _MUP_PARAMS: dict[str, frozenset[str]] = {
     MUADAMW_OPTIMIZER: _keywords(torch.optim.AdamW) | {"decoupled_wd"},
     MUSGD_OPTIMIZER: _keywords(torch.optim.SGD) | {"decoupled_wd"},
 }
+
+_FROM_THE_ENGINE: dict[str, frozenset[str]] = {
+    LAMB_OPTIMIZER: frozenset({"fp32_optimizer_states"}),
+    MUON_OPTIMIZER: frozenset({"fp32_optimizer_states"}),
+}
+"""Parameters that a config cannot name, but the precision sections decide."""
 
 _WORDS = frozenset({"ns_method", "line_search_fn", "adjust_lr_fn", "comm_backend_name"})
 """Parameters whose value is a word; any other text is a mistake."""

@@ -55,6 +55,7 @@ class Segment:
     numel: int
     piece_numel: int
     shard_start: int  # where this segment's piece begins inside a rank's shard
+    index: int = 0  # position in ShardLayout.segments
 
     @property
     def end(self) -> int:
@@ -113,10 +114,10 @@ class ShardLayout:
         unit = world * piece_align
         total = round_up(offset, unit)
         step = total if segment_numel is None else max(unit, segment_numel // unit * unit)
-        segments = []
+        segments: list[Segment] = []
         for start in range(0, total, step or 1):
             numel = min(step, total - start)
-            segments.append(Segment(start, numel, numel // world, start // world))
+            segments.append(Segment(start, numel, numel // world, start // world, len(segments)))
         return cls(slots, tuple(segments), world)
 
     @classmethod
@@ -151,7 +152,7 @@ class ShardLayout:
                 for name, numel in names:
                     slots.append(Slot(name, numel, offset))
                     offset += round_up(numel, align)
-            segments.append(Segment(flat, piece * world, piece, shard))
+            segments.append(Segment(flat, piece * world, piece, shard, len(segments)))
             flat, shard = flat + piece * world, shard + piece
         return cls(tuple(slots), tuple(segments), world)
 
@@ -229,9 +230,10 @@ class ShardLayout:
         """Rebuild a layout from :meth:`as_record`. Raises ValueError for a version this release cannot read."""
         if record.get("version") != 1:
             raise ValueError(f"layout record has version {record.get('version')!r}; this release reads version 1")
-        segments, flat, shard = [], 0, 0
+        segments: list[Segment] = []
+        flat = shard = 0
         for numel, piece_numel in record["segments"]:
-            segments.append(Segment(flat, numel, piece_numel, shard))
+            segments.append(Segment(flat, numel, piece_numel, shard, len(segments)))
             flat, shard = flat + numel, shard + piece_numel
         return cls(tuple(Slot(*slot) for slot in record["slots"]), tuple(segments), record["world"])
 

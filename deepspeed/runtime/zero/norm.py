@@ -21,6 +21,7 @@ from deepspeed.comm import collectives
 from deepspeed.runtime.zero.reduce import Reducer
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
+_NORM_PART = 1 << 17  # elements: half a megabyte in fp32, inside the second-level cache
 _HEADER = 4  # sum of squares, left-overs, calls, calls squared
 
 
@@ -47,13 +48,20 @@ def local_grads(group: ShardGroup) -> list[torch.Tensor]:
     Reduced replicated gradients are on every rank, whether it had one of its own or not.
     """
     if group.sharded:
-        return [group.grad] if group.grad is not None and group.grad.numel() else []
-    grads = []
+        return [part for piece in group.grads if piece is not None for part in _parts(piece)]
+    grads: list[torch.Tensor] = []
     for bound in group.fragments:
         grad = group.grad_of(bound)
         if grad is not None and grad.numel():
-            grads.append(grad.coalesce().values() if grad.is_sparse else grad)
+            grads += _parts(grad.coalesce().values() if grad.is_sparse else grad)
     return grads
+
+
+def _parts(grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    """``grad`` in parts whose fp32 copies stay small: the CPU norm of a 16-bit tensor casts it whole first."""
+    if grad.dtype.itemsize >= 4 or grad.numel() <= _NORM_PART or grad.device.type != "cpu":
+        return (grad,)
+    return grad.reshape(-1).split(_NORM_PART)
 
 
 def sum_of_squares(groups: Sequence[ShardGroup]) -> torch.Tensor | None:

@@ -271,9 +271,8 @@ class ZeroOptimizer(ZeROOptimizer):
         self.reducer.wait()
         with torch.no_grad():
             for group in self.groups:
-                if group.grad is not None:
-                    group.grad.mul_(factor)
-                held = [param.grad for param in group.params if param.grad is not None]
+                held = [piece for piece in group.grads if piece is not None]
+                held += [param.grad for param in group.params if param.grad is not None]
                 held += [buffer for buffer in group.accum if buffer is not None]
                 scale_in_place(held, factor)
 
@@ -292,7 +291,8 @@ class ZeroOptimizer(ZeROOptimizer):
         """Someone is about to write ``param``'s gradient: make room and count it as touched on this rank."""
         group, position = self.find(param)
         if group.sharded:
-            group.grad_shard()
+            for bound in self.bound_to(param):
+                group.grad_piece(group.layout.segments[bound.segment])
         elif group.grad_of(group.fragments[self._fragment_index(group, position)]) is None:
             param.grad = torch.zeros_like(param)
         self.reducer.touched[self.groups.index(group)][position] = 1
@@ -344,7 +344,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.reducer.reset()
         self.watch.new_window()
         for group in self.groups:
-            group.drop_grads()
+            group.drop_grads(keep_pieces=self.placement.reduces_every_backward)
         self.grad_multiplier = 1.0
 
     def zero_grad(self, set_to_none: bool = True) -> None:

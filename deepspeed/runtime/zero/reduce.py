@@ -114,11 +114,13 @@ class GradReducer:
         self.workspace = workspace
         self.options = options
         self.buckets = self._ordered_buckets()
+        self._sharded = any(group.sharded for group in self.groups)
         self.touched = [bytearray(len(group.params)) for group in self.groups]  # in this window, on this rank
         self._buckets_of = self._index_buckets()
         self._ready = [bytearray(len(group.params)) for group in self.groups]  # in this backward
         # One backward's gradients between leaving ``param.grad`` and being sent (sharded) or landed (replicated).
         self._taken: list[dict[int, torch.Tensor | None]] = [{} for _ in self.groups]
+        self._made = [bytearray(len(group.params)) for group in self.groups]  # ``param.grad`` exists only by write-back
         self._gone = [bytearray(len(group.params)) for group in self.groups]  # taken in this backward
         self._open = [[0] * len(group.params) for group in self.groups]  # buckets of the parameter not done yet
         self._late = 0  # gradients that came after theirs had been taken
@@ -187,7 +189,8 @@ class GradReducer:
         if self._expected[group_number][position]:
             for bucket in self._buckets_of[group_number][position]:
                 bucket.missing -= 1
-        if self.options.overlap or self.options.every_backward:
+        # Sharded: full gradients leave as soon as they can, which is what bounds memory. Replicated: only to overlap.
+        if self.options.overlap or self._sharded:
             while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
                 self._launch(self.buckets[self._next])
                 self._next += 1
@@ -237,6 +240,7 @@ class GradReducer:
         self.wait()
         for i, group in enumerate(self.groups):
             self.touched[i] = bytearray(len(group.params))
+            self._made[i] = bytearray(len(group.params))
         for bucket in self.buckets:
             bucket.reduced = False
         self.active = self.held_back = False
@@ -258,8 +262,8 @@ class GradReducer:
         if group.sharded:
             self._close(number, bucket)
             pending = collectives.reduce_scatter(
-                group.grad_shard().narrow(0, segment.shard_start, segment.piece_numel),
-                buffer, self.process_group, average=False, scale=self.options.pre_divide / self.world,
+                group.grad_piece(segment), buffer, self.process_group,
+                average=False, scale=self.options.pre_divide / self.world,
                 accumulate=bucket.reduced, what=bucket.describe, async_op=self.options.overlap,
             )  # fmt: skip
         else:
@@ -286,7 +290,8 @@ class GradReducer:
         param = group.params[position]
         held = group.accum[position] if group.accum[position] is not None else param.grad
         if held is not None:
-            self.touched[number][position] = 1
+            if not self._made[number][position]:
+                self.touched[number][position] = 1
             held = held.to_dense() if held.is_sparse else held
         group.accum[position] = param.grad = None
         taken[position] = held
@@ -341,6 +346,7 @@ class GradReducer:
         for position in bucket.positions:
             held = taken[position]
             if held is None or held.dtype is not dtype or not held.is_contiguous():
+                self._made[number][position] |= held is None
                 # Every rank keeps the result in one dtype, or their masters would drift apart.
                 held = taken[position] = torch.zeros(group.shapes[position], dtype=dtype, device=group.device)
             targets.append(held)

@@ -16,6 +16,7 @@ decay), step counts are per parameter, and any optimizer works on whole tensors 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class BoundFragment:
     fragment: Fragment
     leaf: nn.Parameter
     model: torch.Tensor  # same elements in the parameter's dtype (shape of leaf); leaf itself when aliased
+    segment: int = 0  # index of the segment a shard's fragment lies in
 
     @property
     def aliased(self) -> bool:
@@ -80,13 +82,16 @@ class ShardGroup:
         # Reduced replicated gradients: in accum dtype where they were sent in it, else in the parameter's.
         self.result_dtype = self.accum_dtype if self.comm_dtype == self.accum_dtype else self.dtype
         self.flat: torch.Tensor | None = None
-        self.grad: torch.Tensor | None = None  # 1D shard in accum dtype, allocated at the first reduction
+        # The gradient shard in accum dtype, a 1D piece per segment, made when that segment is first reduced: by then
+        # the full gradients of its bucket are gone.
+        self.grads: list[torch.Tensor | None] = [None] * len(layout.segments)
         self.master: torch.Tensor | None = None  # 1D shard; None when aliased
         self.accum: list[torch.Tensor | None] = [None] * len(self.params)
         if self.sharded:
             self._flatten()
         if not self.aliased:  # also on a rank that owns nothing but padding
             self.master = torch.zeros(layout.shard_numel, dtype=self.master_dtype, device=self.device)
+        self._starts = [segment.shard_start for segment in layout.segments]
         self.fragments = [self._bind(fragment) for fragment in layout.fragments(self.rank if self.sharded else 0)]
         self.versions = [param._version for param in self.params]
 
@@ -109,14 +114,17 @@ class ShardGroup:
             return BoundFragment(param, fragment.index, fragment, param, param)
         # ``.data``, not ``detach()``: our own writes must not look like the user's to ``edited``.
         model = param.data if whole else param.data.view(-1).narrow(0, fragment.param_start, fragment.numel)
+        segment = max(bisect_right(self._starts, fragment.shard_start) - 1, 0)
         if self.aliased:
-            return BoundFragment(param, fragment.index, fragment, nn.Parameter(model, requires_grad=True), model)
+            return BoundFragment(
+                param, fragment.index, fragment, nn.Parameter(model, requires_grad=True), model, segment
+            )
         assert self.master is not None
         held = self.master.narrow(0, fragment.shard_start, fragment.numel)
         if whole:
             held = held.view(param.shape)
         held.copy_(model)
-        return BoundFragment(param, fragment.index, fragment, nn.Parameter(held, requires_grad=True), model)
+        return BoundFragment(param, fragment.index, fragment, nn.Parameter(held, requires_grad=True), model, segment)
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
@@ -129,20 +137,27 @@ class ShardGroup:
         assert self.flat is not None, "a replicated group has no flat buffer"
         return self.flat.narrow(0, segment.start, segment.numel)
 
-    def grad_shard(self) -> torch.Tensor:
-        """The gradient shard, created on first use.  # 1D, shard_numel, accum dtype"""
-        if self.grad is None:
-            self.grad = torch.zeros(self.layout.shard_numel, dtype=self.accum_dtype, device=self.device)
-        return self.grad
+    def grad_piece(self, segment: Segment) -> torch.Tensor:
+        """This rank's gradient piece of ``segment``, made of zeros on first use.  # 1D, piece_numel, accum dtype"""
+        piece = self.grads[segment.index]
+        if piece is None:
+            piece = torch.zeros(segment.piece_numel, dtype=self.accum_dtype, device=self.device)
+            self.grads[segment.index] = piece
+        return piece
 
     def grad_of(self, bound: BoundFragment) -> torch.Tensor | None:
         """The gradient elements of ``bound`` where they are now, in the leaf's shape; None when there are none."""
         if self.sharded:
-            if self.grad is None:
+            if not self.grads or self.grads[bound.segment] is None:
                 return None
-            return self.grad.narrow(0, bound.fragment.shard_start, bound.fragment.numel).view(bound.leaf.shape)
+            return self.grad_view(bound, self.grad_piece(self.layout.segments[bound.segment]))
         held = self.accum[bound.position]
         return held if held is not None else bound.param.grad
+
+    def grad_view(self, bound: BoundFragment, piece: torch.Tensor) -> torch.Tensor:
+        """The elements of ``bound`` in ``piece`` (laid out like its segment's piece), in the leaf's shape."""
+        start = bound.fragment.shard_start - self._starts[bound.segment]
+        return piece.narrow(0, start if bound.fragment.numel else 0, bound.fragment.numel).view(bound.leaf.shape)
 
     # ---- master <-> model ------------------------------------------------------------------------------------------
 
@@ -172,8 +187,13 @@ class ShardGroup:
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
-    def drop_grads(self) -> None:
-        """Forget every gradient: on the parameters, in the accumulation buffers and in the shard."""
+    def drop_grads(self, *, keep_pieces: bool) -> None:
+        """Forget every gradient: on the parameters, in the accumulation buffers and in the shard.
+
+        ``keep_pieces``: the shard's memory stays for the next window (its content counts for nothing).
+        """
+        if not keep_pieces:
+            self.grads = [None] * len(self.layout.segments)
         for param in self.params:
             param.grad = None
         self.accum = [None] * len(self.params)
@@ -188,8 +208,7 @@ class ShardGroup:
             yield from (("parameter", param) for param in self.params)
         if self.master is not None:
             yield "master", self.master
-        if self.grad is not None:
-            yield "gradient", self.grad
+        yield from (("gradient", piece) for piece in self.grads if piece is not None)
         for param, held in zip(self.params, self.accum, strict=True):
             if held is not None:
                 yield "gradient", held
@@ -199,9 +218,9 @@ class ShardGroup:
     @torch.no_grad()
     def release(self) -> None:
         """Give every parameter its own storage again and drop all flat tensors."""
-        self.drop_grads()
+        self.drop_grads(keep_pieces=False)
         if self.flat is not None:
             for param in self.params:
                 param.data = param.data.clone()
-        self.flat = self.grad = self.master = None
+        self.flat = self.master = None
         self.fragments = []

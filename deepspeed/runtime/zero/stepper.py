@@ -141,20 +141,21 @@ class InlineStepper:
         group = unit.group
         if not unit.numel:
             return True
-        shard = group.grad_shard().narrow(0, unit.shard_start, unit.numel)
-        in_place = shard.dtype == group.master_dtype
+        pieces = [group.grad_piece(segment) for segment in unit.segments]
+        in_place = group.accum_dtype == group.master_dtype
         if in_place:
-            grads = shard if scale == 1.0 else shard.mul_(scale)
-        else:
-            grads = self._scratch(unit.numel, group).copy_(shard)
             if scale != 1.0:
-                grads.mul_(scale)
+                torch._foreach_mul_(pieces, scale)
+        else:
+            scratch = self._scratch(unit.numel, group)
+            cast = list(scratch.split([piece.numel() for piece in pieces]))
+            torch._foreach_copy_(cast, pieces)
+            if scale != 1.0:
+                scratch.mul_(scale)
+            pieces = cast
+        held = {segment.index: piece for segment, piece in zip(unit.segments, pieces, strict=True)}
         for bound in unit.fragments:
-            if touched[bound.position]:
-                start = bound.fragment.shard_start - unit.shard_start
-                bound.leaf.grad = grads.narrow(0, start, bound.fragment.numel).view(bound.leaf.shape)
-            else:
-                bound.leaf.grad = None
+            bound.leaf.grad = group.grad_view(bound, held[bound.segment]) if touched[bound.position] else None
         return in_place
 
     def _scratch(self, numel: int, group: ShardGroup) -> torch.Tensor:
