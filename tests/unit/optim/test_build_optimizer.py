@@ -21,8 +21,8 @@ def build(name: str, params: dict[str, Any] | None = None, groups: Any = None, *
     return build_optimizer(name, params, groups or [{"params": parameters()}], **kw)
 
 
-def tagged_groups() -> list[dict[str, Any]]:
-    params = parameters(shapes=((4, 4), (3,)))
+def tagged_groups(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    params = parameters(dtype, shapes=((4, 4), (3,)))
     params[0].use_muon, params[1].use_muon = True, False
     return [{"params": params}]
 
@@ -89,6 +89,9 @@ def test_moments_of_low_precision_masters() -> None:
                 low_precision_masters=True,
                 host_states=host,
             )
+            assert optimizer.state_dtype(optimizer.param_groups[0]["params"][0]) == dtype  # type: ignore[attr-defined]
+        for name, members in (("Lamb", groups()), ("Muon", tagged_groups(torch.bfloat16))):
+            optimizer = build(name, {"fp32_optimizer_states": wanted}, members, low_precision_masters=True)
             assert optimizer.state_dtype(optimizer.param_groups[0]["params"][0]) == dtype  # type: ignore[attr-defined]
     assert type(build("SGD", {"fp32_optimizer_states": True}, groups(), low_precision_masters=True)) is torch.optim.SGD
     with pytest.raises(DeepSpeedConfigError, match=r"optimizer\.params\.fp32_optimizer_states.*low precision here"):
