@@ -30,9 +30,7 @@ applies to all groups; a list gives one number per group.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,8 +81,8 @@ from deepspeed.runtime.lr_schedule_arguments import (
     override_warmupLR_params,
     parse_arguments,
 )
+from deepspeed.runtime.lr_schedule_base import PerGroup, Schedule, get_torch_optimizer, positive_int, update_lr, warn
 from deepspeed.runtime.optimizer_config import SCHEDULER_PARAMS, SCHEDULER_REQUIRED, other_name
-from deepspeed.utils.logging import log_dist
 
 __all__ = [
     "LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "build_scheduler",
@@ -101,106 +99,13 @@ __all__ = [
     "WARMUP_NUM_STEPS", "WARMUP_TYPE",
 ]
 
-PerGroup = float | Sequence[float]
-
 # betas[1] while OneCycle moves betas[0].
 _CYCLE_BETA2 = 0.99
 # A momentum of 1 or more never forgets; `decay_mom_rate` would get there in the end.
 _LARGEST_MOMENTUM = 0.9999
 
 
-def get_torch_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer itself, or the one in the `optimizer` attribute of a wrapper.
-
-    Raises:
-        TypeError: neither.
-    """
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer):
-        return inner
-    raise TypeError(f"a schedule needs a torch.optim.Optimizer or a wrapper of one; found {type(optimizer).__name__}")
-
-
-def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[float]) -> list[float]:
-    """Write one rate into each group (in place where a group holds its rate as a tensor); returns the rates."""
-    for group, lr in zip(param_groups, lrs, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-    return [float(group["lr"]) for group in param_groups]
-
-
-class _Schedule:
-    """Position, writing of rates, state; subclasses say what the rates are.
-
-    `state_dict()` is {"last_batch_iteration": int}: rates follow from it and from the arguments.
-    """
-
-    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
-        self.optimizer = get_torch_optimizer(optimizer)
-        self.last_batch_iteration = last_batch_iteration
-        self.base_lrs: list[float] = []
-        self._last_lr: list[float] = []
-        self._apply()
-
-    def _bind(self) -> None:
-        """Work out the per-group values from the arguments; called when the number of groups has changed."""
-        raise NotImplementedError
-
-    def get_lr(self) -> list[float]:
-        """The rate of each group at the current position."""
-        raise NotImplementedError
-
-    def get_last_lr(self) -> list[float]:
-        """The rate of each group that is in force."""
-        return list(self._last_lr)
-
-    def _advance(self, position: int | None) -> None:
-        self.last_batch_iteration = self.last_batch_iteration + 1 if position is None else int(position)
-        self._apply()
-
-    def _apply(self) -> None:
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self.base_lrs):
-            # Groups that are known keep their rate: `lr` is a scheduled one by now.
-            joined = groups[len(self.base_lrs) :]
-            own = [float(group.setdefault("initial_lr", float(group["lr"]))) for group in joined]
-            self.base_lrs = self.base_lrs[: len(groups)] + own
-            self._bind()
-        self._last_lr = update_lr(groups, self.get_lr())
-
-    def state_dict(self) -> dict[str, int]:
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        """Take over a position and write its rates into the groups."""
-        self.last_batch_iteration = int(sd["last_batch_iteration"])
-        self._apply()
-
-    def _spread(self, name: str, value: PerGroup | None) -> list[float]:
-        """One number per group from a number, a list, or (None) the groups' own rates."""
-        if value is None:
-            return list(self.base_lrs)
-        count = len(self.base_lrs)
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            if len(value) != count:
-                raise ValueError(
-                    f"{name}: expected {count} values, one per parameter group, or a single number; "
-                    f"got {len(value)}: {list(value)}"
-                )
-            return [float(v) for v in value]
-        if name.endswith(("max_lr", "range_test_min_lr")) and len(set(self.base_lrs)) > 1:
-            _warn(
-                f"{type(self).__name__}: {name} is the one number {value}, so all {count} parameter groups get the "
-                f"same rates although their own differ ({self.base_lrs}); give a list to keep them apart"
-            )
-        return [float(value)] * count
-
-
-class LRRangeTest(_Schedule):
+class LRRangeTest(Schedule):
     """Rates that grow without end, to see where training breaks.
 
     Args:
@@ -226,7 +131,7 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.step_size = _positive_int(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
+        self.step_size = positive_int(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         self._given_min = lr_range_test_min_lr
@@ -245,7 +150,7 @@ class LRRangeTest(_Schedule):
         self._advance(batch_iteration)
 
 
-class OneCycle(_Schedule):
+class OneCycle(Schedule):
     """One rise and fall of the rate, momentum the other way, then a decay.
 
     Args:
@@ -302,7 +207,7 @@ class OneCycle(_Schedule):
         self.decay_step_size = decay_step_size
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         if decay_step_size == 0 and (decay_lr_rate or decay_mom_rate):
-            _warn(f"OneCycle: {DECAY_STEP_SIZE} is 0, so {DECAY_LR_RATE} and {DECAY_MOM_RATE} have no effect")
+            warn(f"OneCycle: {DECAY_STEP_SIZE} is 0, so {DECAY_LR_RATE} and {DECAY_MOM_RATE} have no effect")
         self.cycle_momentum = cycle_momentum
         self._given = (cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom)
         super().__init__(optimizer, last_batch_iteration)
@@ -313,7 +218,7 @@ class OneCycle(_Schedule):
         self.max_lrs = self._spread(CYCLE_MAX_LR, max_lr)
         if self.cycle_momentum and not any("betas" in group for group in self.optimizer.param_groups):
             kind = type(self.optimizer).__name__
-            _warn(f"OneCycle: cycle_momentum is off, because no parameter group of {kind} has betas")
+            warn(f"OneCycle: cycle_momentum is off, because no parameter group of {kind} has betas")
             self.cycle_momentum = False
         if self.cycle_momentum:
             self.min_moms = [(m, _CYCLE_BETA2) for m in self._spread(CYCLE_MIN_MOM, min_mom)]
@@ -365,14 +270,14 @@ class OneCycle(_Schedule):
         return past / self.decay_step_size if self.decay_step_size else 0.0
 
 
-class _Warmup(_Schedule):
+class _Warmup(Schedule):
     """The rising part that the three warm-up schedules share."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         # With 1 step ln(N) would be 0; the reference raises it in the same way.
-        self.warmup_num_steps = max(2, _positive_int(WARMUP_NUM_STEPS, warmup_num_steps))
+        self.warmup_num_steps = max(2, positive_int(WARMUP_NUM_STEPS, warmup_num_steps))
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-            _warn(
+            warn(
                 f"{type(self).__name__}: {WARMUP_TYPE} = {warmup_type!r} is not known; using {WARMUP_LOG_RATE!r} "
                 f"(known: {WARMUP_LOG_RATE!r}, {WARMUP_LINEAR_RATE!r})"
             )
@@ -589,31 +494,15 @@ def _keep_own_rates(name: str, params: dict[str, Any], optimizer: Optimizer) -> 
     if len(own) > 1:
         params[key] = None
     elif own != {0.001} and name == WARMUP_DECAY_LR:
-        _warn(
+        warn(
             f"scheduler.params.{key} is not set: {name} rises to its default of 0.001, not to the optimizer's rate "
             f"{own.pop()}; set it to the rate you want"
         )
 
 
-def _positive_int(name: str, value: Any) -> int:
-    """An integer above 0; 1e3 counts as 1000.
-
-    Raises:
-        ValueError: anything else.
-    """
-    whole = isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
-    if not whole or value <= 0:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return int(value)
-
-
 def _warn_if_too_short(schedule: _Warmup, total_num_steps: int) -> None:
     if total_num_steps < schedule.warmup_num_steps:
-        _warn(
+        warn(
             f"{type(schedule).__name__}: {TOTAL_NUM_STEPS} {total_num_steps} is less than {WARMUP_NUM_STEPS} "
             f"{schedule.warmup_num_steps}: the rate never reaches its peak before the end"
         )
-
-
-def _warn(message: str) -> None:
-    log_dist(message, ranks=[0], level=logging.WARNING)
