@@ -109,7 +109,8 @@ class CheckpointManager:
 
     def _own_client_state(self, client_state: dict[str, Any]) -> dict[str, Any]:
         """The user's keys; those the library owns (handed out by ``load_checkpoint``) are left out."""
-        reserved = sorted(keys.RESERVED_CLIENT_KEYS & set(client_state))
+        own = {keys.CHECKPOINT_PARALLEL_DIMS: writer.parallel_dimensions(self.engine)}
+        reserved = [key for key, value in own.items() if key in client_state and client_state[key] != value]
         if reserved:
             raise KeyError(f"client_state: {', '.join(reserved)} belongs to the library; use another key")
         kept = {key: value for key, value in client_state.items() if key not in keys.LIBRARY_KEYS}
@@ -135,7 +136,7 @@ class CheckpointManager:
         if accumulation.managed and accumulation.micro_steps % accumulation.steps:
             self._say(
                 f"saving inside a window of {accumulation.steps} micro-steps: gradients of its "
-                f"{accumulation.micro_steps % accumulation.steps} ones are not saved; a resumed run repeats them"
+                f"{accumulation.micro_steps % accumulation.steps} ones are not saved, a resumed run begins the window anew"
             )
         if engine.optimizer is not None and zero_state.unsaved_settings(engine.optimizer):
             self._say(
@@ -395,7 +396,7 @@ class LoadPlan:
             optimizer.publish_masters()
         if optimizer is not None:
             for group in optimizer.groups:
-                group.edited()  # what loading wrote are no edits of the user's, whose weights win over masters
+                group.forget_edits()  # what loading wrote are no edits of the user's, whose weights win over masters
         if self.engine_plan is not None:
             self.engine_plan.apply_random()
 

@@ -271,9 +271,12 @@ def choose_optimizer(
 
 
 def param_groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
-    """``model_parameters`` as a list of group dicts; default: all trainable parameters in one group."""
+    """``model_parameters`` as a list of group dicts; default: all parameters in one group.
+
+    Frozen ones are in it too: they cost nothing, and train when they are unfrozen later, as in plain torch.
+    """
     if model_parameters is None:
-        return [{"params": [param for param in model.parameters() if param.requires_grad]}]
+        return [{"params": list(model.parameters())}]
     if isinstance(model_parameters, nn.Module):
         model_parameters = model_parameters.parameters()
     listed = list(model_parameters)

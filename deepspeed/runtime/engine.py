@@ -309,6 +309,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save model, optimizer, schedule, counters and ``client_state`` under ``save_dir/tag``. Collective."""
+        if self.optimizer is not None:
+            self.optimizer.absorb_edits()
         return self.checkpoint.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(

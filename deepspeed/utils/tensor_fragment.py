@@ -54,7 +54,8 @@ def _locate(param: nn.Parameter) -> tuple[ZeroOptimizer, ShardGroup, list[BoundF
     owner = _owner(param)
     if owner is None:
         return None
-    group, _ = owner.find(param)
+    group, position = owner.find(param)
+    group.absorb_edits(position)
     return owner, group, owner.bound_to(param)
 
 

@@ -316,6 +316,7 @@ class ZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("optimizer.step(closure) is not supported: run forward and backward before step()")
+        self.absorb_edits()
         self.reducer.finish()
         facts = self._facts()
         unscale = self.unscale()
@@ -371,8 +372,13 @@ class ZeroOptimizer(ZeROOptimizer):
     def refresh_fp32_params(self) -> None:
         """Masters take the model's current weights (after weights were written behind the optimizer's back)."""
         for group in self.groups:
-            group.edited()
+            group.absorb_edits()
             group.pull_masters()
+
+    def absorb_edits(self) -> None:
+        """Masters follow weights written in place; called before anything reads or updates masters."""
+        for group in self.groups:
+            group.absorb_edits()
 
     def publish_masters(self) -> None:
         """The model takes the masters' values, on every rank (after masters were written). Collective."""

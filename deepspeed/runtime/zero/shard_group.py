@@ -112,7 +112,7 @@ class ShardGroup:
         whole = fragment.numel == param.numel()
         if not self.sharded and self.aliased:
             return BoundFragment(param, fragment.index, fragment, param, param)
-        # ``.data``, not ``detach()``: our own writes must not look like the user's to ``edited``.
+        # ``.data``, not ``detach()``: our own writes must not look like the user's to ``absorb_edits``.
         model = param.data if whole else param.data.view(-1).narrow(0, fragment.param_start, fragment.numel)
         segment = max(bisect_right(self._starts, fragment.shard_start) - 1, 0)
         if self.aliased:
@@ -178,12 +178,21 @@ class ShardGroup:
             if positions is None or bound.position in positions:
                 bound.leaf.detach().copy_(bound.model)
 
-    def edited(self) -> set[int]:
-        """Positions of parameters the user wrote to in place since the last look (by autograd's version counter)."""
-        changed = {i for i, param in enumerate(self.params) if param._version != self.versions[i]}
+    def absorb_edits(self, position: int | None = None) -> None:
+        """Masters follow weights the user wrote to in place since the last look (all parameters, or one).
+
+        Seen by autograd's version counter, so writes through ``param.data`` go unnoticed: see ``refresh_fp32_params``.
+        """
+        looked = range(len(self.params)) if position is None else (position,)
+        changed = {i for i in looked if self.params[i]._version != self.versions[i]}
         for i in changed:
             self.versions[i] = self.params[i]._version
-        return changed
+        if changed:
+            self.pull_masters(changed)
+
+    def forget_edits(self) -> None:
+        """Take the weights as they are now for ours (after loading wrote masters and weights)."""
+        self.versions = [param._version for param in self.params]
 
     # ---- life ------------------------------------------------------------------------------------------------------
 

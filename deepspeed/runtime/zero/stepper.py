@@ -72,10 +72,6 @@ class InlineStepper:
     @torch.no_grad()
     def update(self, facts: BoundaryFacts, scale: float) -> None:
         """One optimizer step. Gradients are multiplied by ``scale`` (unscale, clip, op) on the way."""
-        for group in self.groups:
-            positions = group.edited()
-            if positions:
-                group.pull_masters(positions)
         pending: list[Unit] = []
         for unit in self.units:
             if self._hand_over(unit, facts, scale):
@@ -183,6 +179,8 @@ def _units_by_segment(number: int, group: ShardGroup, limit: int | None) -> list
         else:
             last.segments.append(segment)
             last.numel += segment.piece_numel
+    if not units and group.fragments:  # a run of zero-size parameters has no segment
+        units.append(Unit(group, number, [], [], 0, 0))
     ends = [unit.shard_start + unit.numel for unit in units]
     current = 0
     for bound in group.fragments:
