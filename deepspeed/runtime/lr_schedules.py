@@ -30,6 +30,7 @@ applies to all groups; a list gives one number per group.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -441,14 +442,17 @@ def build_scheduler(name: str, params: dict[str, Any] | None, optimizer: Any) ->
     given = dict(params or {})
     cls = _schedule_class(name)
     inner = get_torch_optimizer(optimizer)
-    known = SCHEDULER_PARAMS.get(name)
-    if known is not None:
-        _check_params(name, given, known)
-        _keep_own_rates(name, given, inner)
+    known = SCHEDULER_PARAMS.get(name) or frozenset(list(inspect.signature(cls).parameters)[1:])
+    _check_params(name, given, known)
+    _keep_own_rates(name, given, inner)
     try:
         return cls(inner, **given)
     except (TypeError, ValueError, KeyError) as error:
         raise DeepSpeedConfigError(f"scheduler.params: {name} refused {given}: {error}") from error
+
+
+# Parameters whose value is a word (the last three: of torch's schedules); any other text is a mistake.
+_WORDS = (WARMUP_TYPE, "mode", "threshold_mode", "anneal_strategy")
 
 
 def _schedule_class(name: str) -> Any:
@@ -478,7 +482,7 @@ def _check_params(name: str, params: dict[str, Any], known: frozenset[str]) -> N
             lines.append(
                 f"scheduler.params.{key}: found {show(value)}, which {name} does not take{hint} It takes {takes}"
             )
-        elif isinstance(value, str) and key != WARMUP_TYPE:
+        elif isinstance(value, str) and key not in _WORDS:
             lines.append(f"scheduler.params.{key}: found {show(value)}; expected a value that is not text")
     missing = [key for key in SCHEDULER_REQUIRED.get(name, ()) if params.get(key) is None]
     lines += [f"scheduler.params.{key}: missing; {name} needs it" for key in missing]

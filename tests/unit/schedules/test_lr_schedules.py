@@ -400,7 +400,7 @@ def test_wrappers_are_unwrapped_and_others_refused() -> None:
 def test_torch_schedules_are_made_by_name() -> None:
     optimizer = optimizer_with(0.1)
     assert type(build_scheduler("StepLR", {"step_size": 3}, optimizer)) is torch.optim.lr_scheduler.StepLR
-    plateau = build_scheduler("ReduceLROnPlateau", {"patience": 1}, optimizer)
+    plateau = build_scheduler("ReduceLROnPlateau", {"patience": 1, "mode": "max"}, optimizer)
     assert type(plateau) is torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
@@ -413,7 +413,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps: missing"),
     ("WarmupDecayLR", {"total_num_steps": "auto"}, r"scheduler\.params\.total_num_steps: found \"auto\""),
     ("WarmupLR", {"warmup_num_steps": 0}, r"scheduler\.params: WarmupLR refused.*positive integer, got 0"),
-    ("StepLR", {"step_siz": 3}, r"scheduler\.params: StepLR refused.*step_siz"),
+    ("StepLR", {"step_siz": 3}, r"scheduler\.params\.step_siz.*did you mean `step_size`"),
 )
 
 
