@@ -107,10 +107,11 @@ def held_out_loss(engine: Any, corpus: Corpus, options: argparse.Namespace) -> f
 
 
 def sample_text(engine: Any, options: argparse.Namespace) -> str:
-    """What the model writes after `PROMPT`; bytes that are no UTF-8 show as a replacement mark."""
+    """What the model writes after `PROMPT`; what a terminal should not get (control bytes, no UTF-8) shows as a mark."""
     engine.eval()
     prompt = torch.tensor([list(PROMPT.encode())], device=engine.device)
-    return bytes(engine.module.generate(prompt, SAMPLE_BYTES, seed=options.seed)[0].tolist()).decode(errors="replace")
+    written = bytes(engine.module.generate(prompt, SAMPLE_BYTES, seed=options.seed)[0].tolist()).decode(errors="replace")
+    return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{MIDDLE DOT}" for mark in written)
 
 
 def run(options: argparse.Namespace, interrupt: Interrupt) -> None:
@@ -146,6 +147,7 @@ def use_own_cores() -> None:
 
 def main() -> int:
     interrupt = Interrupt()
+    sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows marks instead of ending the run
     try:
         options = parse_arguments()
         use_own_cores()
