@@ -147,5 +147,3 @@ LIBRARY_KEYS = frozenset(
         MP_WORLD_SIZE, CHECKPOINT_PARALLEL_DIMS, DS_CONFIG, DS_VERSION, LAYOUT_RECORD, ENGINE_STATE,
     }
 )  # fmt: skip
-# A client may not use these as keys of its state at all.
-RESERVED_CLIENT_KEYS = frozenset({CHECKPOINT_PARALLEL_DIMS})

@@ -27,6 +27,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.manifest import Manifest, complete_tags, is_complete
 from deepspeed.git_version_info import version
+from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.utils.logging import logger
 from deepspeed.utils.torch_file import TorchFile, Written
@@ -56,11 +57,13 @@ class CheckpointManager:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.config = engine._config.checkpoint
+        self.storage = create_checkpoint_engine(engine._config)
         if not self.config.checkpoint_serialization:
             self._say("checkpoint.checkpoint_serialization=false has no effect: files are always zip archives")
 
     def close(self) -> None:
         """Forget the engine. Nothing is pending: saves are complete when they return."""
+        self.storage.cleanup()
         self.engine = None
 
     # ---- save ------------------------------------------------------------------------------------------------------
@@ -135,8 +138,8 @@ class CheckpointManager:
         accumulation = engine.accumulation
         if accumulation.managed and accumulation.micro_steps % accumulation.steps:
             self._say(
-                f"saving inside a window of {accumulation.steps} micro-steps: gradients of its "
-                f"{accumulation.micro_steps % accumulation.steps} ones are not saved, a resumed run begins the window anew"
+                f"saving inside a window of {accumulation.steps} micro-steps: the gradients of the first "
+                f"{accumulation.micro_steps % accumulation.steps} are not saved, a resumed run begins the window anew"
             )
         if engine.optimizer is not None and zero_state.unsaved_settings(engine.optimizer):
             self._say(

@@ -215,7 +215,7 @@ class SavedTag:
         """The saved optimizer's parameter groups."""
         if self.stage == 0:
             return list(_plain_optimizer(self.model[keys.OPTIMIZER])[keys.PARAM_GROUPS])
-        return list(self.shard(0)[keys.BASE_OPTIMIZER_STATE][keys.PARAM_GROUPS])
+        return list(self.any_shard()[keys.BASE_OPTIMIZER_STATE][keys.PARAM_GROUPS])
 
     @cached_property
     def _shards(self) -> dict[int, dict[str, Any]]:
@@ -238,6 +238,10 @@ class SavedTag:
                 )
             self._shards[rank] = shard
         return self._shards[rank]
+
+    def any_shard(self) -> dict[str, Any]:
+        """A shard for what all of them hold: one that is open already, if there is one."""
+        return self.shard(min(self._shards, default=0))
 
     @cached_property
     def index(self) -> indexing.FragmentIndex:

@@ -241,7 +241,7 @@ def plan_optimizer(
     if with_states:
         plan.settings = _plan_settings(plan, optimizer, saved)
         if saved.stage >= 1:
-            plan.extra = dict(saved.shard(0)[keys.BASE_OPTIMIZER_STATE].get("extra", {}))
+            plan.extra = dict(saved.any_shard()[keys.BASE_OPTIMIZER_STATE].get("extra", {}))
     return plan
 
 

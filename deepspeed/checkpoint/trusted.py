@@ -213,8 +213,10 @@ class _PickleModule(types.ModuleType):
         return Unpickler(file, **kwargs).load()
 
 
-def load_file(path: pathlib.Path) -> Any:
+def load_file(path: pathlib.Path, map_location: Any = None) -> Any:
     """The object in a ``.pt`` file, tensors mapped (written to, they change in memory only).
+
+    ``map_location``: as in ``torch.load``; None is host memory.
 
     First by ``torch.load(weights_only=True)``; files that ask for more are read with inert stand-ins.
     Raises CheckpointError naming the file when it is missing, torn or no such file at all.
@@ -224,7 +226,7 @@ def load_file(path: pathlib.Path) -> Any:
     allowed: list[Any] = [entry for name, value in table().own.items() if (entry := (value, name)) not in registered]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return torch.load(path, map_location=map_location or "cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except pickle.UnpicklingError:
@@ -232,22 +234,22 @@ def load_file(path: pathlib.Path) -> Any:
     except (RuntimeError, ValueError, EOFError, OSError) as error:
         if not _is_old_format(error):
             raise CheckpointError(f"{path} cannot be read, it is torn or not a checkpoint file: {error}") from error
-    return _load_with_stand_ins(path)
+    return _load_with_stand_ins(path, map_location or "cpu")
 
 
 def _is_old_format(error: Exception) -> bool:
     return "mmap" in str(error)  # torch's wording for files that are not zip archives
 
 
-def _load_with_stand_ins(path: pathlib.Path) -> Any:
+def _load_with_stand_ins(path: pathlib.Path, map_location: Any) -> Any:
     module = _PickleModule("pickle")
     try:
         try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=module)
+            return torch.load(path, map_location=map_location, mmap=True, weights_only=False, pickle_module=module)
         except RuntimeError as error:
             if not _is_old_format(error):
                 raise
-            return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
+            return torch.load(path, map_location=map_location, weights_only=False, pickle_module=module)
     except Exception as error:
         # Whatever a damaged pickle makes of the allowed classes: the file is unreadable, and says so by its name.
         raise CheckpointError(f"{path} cannot be read, it is torn or not a checkpoint file: {error!r}") from error

@@ -39,6 +39,12 @@ def model_parallel_size(engine: DeepSpeedEngine) -> int:
     return int(engine.mesh.size("pp") * engine.mesh.size("tp"))
 
 
+def parallel_dimensions(engine: DeepSpeedEngine) -> dict[str, int]:
+    """The historical record of how the model is cut."""
+    mesh = engine.mesh
+    return {keys.CHECKPOINT_PP_DEGREE: int(mesh.size("pp")), keys.CHECKPOINT_TP_DEGREE: int(mesh.size("tp"))}
+
+
 def contents(
     engine: DeepSpeedEngine, rank: int, client_state: dict[str, Any], exclude_frozen: bool, writes_model: bool
 ) -> dict[str, dict[str, Any]]:
@@ -95,10 +101,7 @@ def model_states(
         keys.GLOBAL_SAMPLES: int(engine.global_samples),
         keys.DP_WORLD_SIZE: int(engine.mesh.size("zero")),
         keys.MP_WORLD_SIZE: model_parallel_size(engine),
-        keys.CHECKPOINT_PARALLEL_DIMS: {
-            keys.CHECKPOINT_PP_DEGREE: int(engine.mesh.size("pp")),
-            keys.CHECKPOINT_TP_DEGREE: int(engine.mesh.size("tp")),
-        },
+        keys.CHECKPOINT_PARALLEL_DIMS: parallel_dimensions(engine),
         keys.DS_CONFIG: plain_copy(engine.config),
         keys.DS_VERSION: version,
         keys.LAYOUT_RECORD: record,

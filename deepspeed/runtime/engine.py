@@ -360,6 +360,20 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         return self.save_16bit_model(save_dir, save_filename)
 
+    @property
+    def checkpoint_engine(self) -> Any:
+        """The storage back end of checkpoints."""
+        return self.checkpoint.storage
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole module's state dict on the host: a dict on rank 0, None elsewhere. Collective. Used by clients."""
+        state: dict[str, Any] | None = self.checkpoint.consolidated_16bit_state_dict(exclude_frozen_parameters)
+        return state
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The same under the name clients use with sharded parameters."""
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
     # ---- data ------------------------------------------------------------------------------------------------------
 
     def deepspeed_io(

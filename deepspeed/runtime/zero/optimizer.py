@@ -22,6 +22,7 @@ from torch import nn
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.precision import LOW_PRECISION, PrecisionPolicy
+from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.bucket import Workspace
 from deepspeed.runtime.zero.diagnose import first_non_finite
 from deepspeed.runtime.zero.gather import ParamPublisher
@@ -462,6 +463,15 @@ class ZeroOptimizer(ZeROOptimizer):
             self.peak_bytes[kind] = max(self.peak_bytes.get(kind, 0), nbytes)
 
     # ---- life ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's masters, base-optimizer state and loss scaler as a copy; see ``zero/state_dict.py``."""
+        stage = 2 if self.placement.reduces_every_backward else int(self.placement.state_sharded)
+        return zero_state.shard_state(self, stage, zero_state.join_in_memory)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave. Collective. Raises ValueError under another layout."""
+        zero_state.load_shard_state(self, state_dict)
 
     def destroy(self) -> None:
         """Remove hooks, give parameters their own storage, drop every tensor."""

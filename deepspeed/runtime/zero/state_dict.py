@@ -256,6 +256,60 @@ def scalar_device(key: str, leaf: torch.Tensor, settings: dict[str, Any]) -> tor
     return torch.device("cpu") if on_host else leaf.device
 
 
+def load_shard_state(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
+    """Take back what :func:`shard_state` gave, on a rank with the same fragments.
+
+    Raises ValueError when the fragments differ (another number of ranks, stage or bucket size: those are what
+    ``engine.load_checkpoint`` is for); nothing is changed then.
+    """
+    mappings = [slice_mappings(group) for group in optimizer.groups]
+    if state[keys.PARAM_SLICE_MAPPINGS] != mappings:
+        raise ValueError(
+            "this optimizer state was taken under another layout (ranks, stage, buckets or parameters differ); save it "
+            "with engine.save_checkpoint and load it with engine.load_checkpoint"
+        )
+    encoded = state[keys.BASE_OPTIMIZER_STATE]
+    for index, saved in enumerate(encoded[keys.PARAM_GROUPS]):
+        restore_hyper_parameters(optimizer, index, saved)
+    for number, group in enumerate(optimizer.groups):
+        master = state[keys.SINGLE_PARTITION_OF_FP32_GROUPS][number]
+        _load_group(optimizer, group, encoded["state"][number], state[keys.STATE_TABLES][number], master)
+    restore_scaler(optimizer.loss_scaler, state[keys.LOSS_SCALER])
+    optimizer.publish_masters()
+
+
+@torch.no_grad()
+def _load_group(
+    optimizer: ZeroOptimizer, group: ShardGroup, state: dict[str, Any], table: dict[str, Any], master: torch.Tensor
+) -> None:
+    base, offset = optimizer.optimizer, 0
+    forget_state(optimizer, group.fragments)
+    for bound in group.fragments:
+        if not group.aliased:
+            bound.leaf.detach().view(-1).copy_(master[offset : offset + bound.fragment.numel])
+        offset += bound.fragment.numel
+    settings = base.param_groups[group.group_index]
+    for place, entry in table.items():
+        key, kind, offset = entry["key"], entry["kind"], 0
+        holders = range(len(group.fragments)) if entry["holders"] is None else entry["holders"]
+        for position, holder in enumerate(holders):
+            leaf = group.fragments[holder].leaf
+            value = state[place]
+            if kind == FLAT:
+                restored = value[offset : offset + leaf.numel()].view(leaf.shape).to(leaf.device, copy=True)
+                offset += leaf.numel()
+            elif kind == SCALAR:
+                restored = value[position].to(scalar_device(key, leaf, settings), copy=True)
+            else:
+                restored = value[position].clone() if kind == TENSOR else value[position]
+            base.state[leaf][key] = restored
+
+
+def join_in_memory(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One 1D copy of the parts."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+
+
 def forget_state(optimizer: ZeroOptimizer, fragments: Iterable[BoundFragment]) -> None:
     """These fragments start with fresh base-optimizer state."""
     for bound in fragments:

@@ -78,7 +78,7 @@ def config(stage: int, precision: str = "fp32", **top: Any) -> dict[str, Any]:
 def start(settings: dict[str, Any], seed: int = 0, module: nn.Module | None = None, **kwargs: Any) -> Any:
     import deepspeed
 
-    engine, *_ = deepspeed.initialize(model=module or build(seed), config=settings, **kwargs)
+    engine, *_ = deepspeed.initialize(model=build(seed) if module is None else module, config=settings, **kwargs)
     return engine
 
 
@@ -119,7 +119,7 @@ def snapshot(engine: Any, keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> 
 def own_state(optimizer: Any, bound: Any) -> dict[str, Any]:
     """The base optimizer's state of one fragment: every key, tensors as digests."""
     held = optimizer.optimizer.state.get(bound.leaf, {})
-    return {"name": bound.fragment.name, **digests({key: value for key, value in held.items()})}
+    return {"name": bound.fragment.name, **digests(dict(held.items()))}
 
 
 def plain(group: dict[str, Any]) -> dict[str, str]:

@@ -39,8 +39,8 @@ def unbroken_and_resumed(folder: str, settings: dict[str, Any], before: int, aft
     resumed.destroy()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("world", (1, 2, 3))
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+@pytest.mark.parametrize("stage", (0, 1, 2))
 def test_resume_is_exact(pool: WorkerPool, tmp_path: Path, stage: int, precision: str, world: int) -> None:
     pool.run(world, unbroken_and_resumed, str(tmp_path), runs.config(stage, precision), 4, 2)

@@ -53,7 +53,7 @@ class FailingFile:
         self._file.close()
 
 
-@pytest.mark.parametrize("room", [0, 10, 1000])
+@pytest.mark.parametrize("room", (0, 10, 1000))
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     path = tmp_path / "file.pt"
     durable.write_torch(path, TorchFile(torch.ones(3)))
@@ -73,7 +73,7 @@ def test_text_is_replaced_whole(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("can_exchange", (True, False))
 def test_publishing_replaces_and_keeps_foreign_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:

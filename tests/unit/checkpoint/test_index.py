@@ -126,7 +126,7 @@ def test_state_of_its_own_shape_is_not_cut() -> None:
 
 
 def test_a_tensor_of_the_wrong_length_is_named() -> None:
-    with pytest.raises(CheckpointError, match="file: group 0.master has 3 elements, its layout record says 4"):
+    with pytest.raises(CheckpointError, match=r"file: group 0\.master has 3 elements, its layout record says 4"):
         index.add_fragments(index.FragmentIndex(), "file", [("p", 0, 4)], {}, {}, torch.ones(3), "group 0")
 
 

@@ -43,7 +43,7 @@ def test_missing_and_cut_files_are_named(tmp_path: Path) -> None:
     assert not manifest.is_complete(folder)
 
 
-@pytest.mark.parametrize("at", [0, 40, -1])
+@pytest.mark.parametrize("at", (0, 40, -1))
 def test_one_flipped_bit_is_found(tmp_path: Path, at: int) -> None:
     folder = complete(tmp_path / "step", "x")
     raw = bytearray((folder / FILE).read_bytes())
@@ -61,7 +61,7 @@ def test_no_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     assert not manifest.is_complete(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 99, "files": {}}'])
+@pytest.mark.parametrize("text", ("", "{", "[]", '{"version": 1}', '{"version": 99, "files": {}}'))
 def test_damaged_manifests_are_named(tmp_path: Path, text: str) -> None:
     folder = complete(tmp_path / "step", "x")
     (folder / names.MANIFEST).write_text(text)

@@ -13,8 +13,8 @@ def test_file_names() -> None:
     assert names.optim_file(12, 1, bf16=True) == "bf16_zero_pp_rank_12_mp_rank_01_optim_states.pt"
 
 
-@pytest.mark.parametrize("rank", [0, 7, 123])
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("rank", (0, 7, 123))
+@pytest.mark.parametrize("bf16", (True, False))
 def test_optim_names_are_read_back(rank: int, bf16: bool) -> None:
     assert names.parse_optim_file(names.optim_file(rank, 2, bf16=bf16)) == names.OptimName(rank, 2, bf16)
 
@@ -33,15 +33,15 @@ def test_files_a_save_replaces() -> None:
         assert not names.is_checkpoint_file(theirs)
 
 
-@pytest.mark.parametrize("tag", [1, "step7", "global_step100", "run/7", "a.b-c", "épreuve"])
+@pytest.mark.parametrize("tag", (1, "step7", "global_step100", "run/7", "a.b-c", "épreuve"))
 def test_good_tags(tag: object) -> None:
     assert names.check_tag(tag) == str(tag)
 
 
 @pytest.mark.parametrize(
     "tag",
-    ["", " ", "/etc", "..", "../x", "a/../b", "a//b", ".", "./a", ".hidden", "a/.b", "a\\b", "a\nb", "C:x", "latest",
-     "zero_to_fp32.py", "x" * 300],
+    ("", " ", "/etc", "..", "../x", "a/../b", "a//b", ".", "./a", ".hidden", "a/.b", "a\\b", "a\nb", "C:x", "latest",
+     "zero_to_fp32.py", "x" * 300),
 )  # fmt: skip
 def test_bad_tags_are_refused(tag: str) -> None:
     with pytest.raises(ValueError, match="checkpoint tag"):

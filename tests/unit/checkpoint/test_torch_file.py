@@ -67,8 +67,8 @@ def check_equal(found: Any, right: Any) -> None:
         assert found == right
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-@pytest.mark.parametrize("limit", [0xFFFFFFFF, 30])  # 30: every field takes its 64-bit form
+@pytest.mark.parametrize("mmap", (True, False))
+@pytest.mark.parametrize("limit", (0xFFFFFFFF, 30))  # 30: every field takes its 64-bit form
 def test_every_kind_of_tensor_comes_back(
     tmp_path: pathlib.Path, mmap: bool, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
