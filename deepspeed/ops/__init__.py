@@ -1,0 +1,25 @@
+"""Optimizers and kernels; a subpackage is loaded when it is first named."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed.ops import adagrad as adagrad
+    from deepspeed.ops import adam as adam
+    from deepspeed.ops import lamb as lamb
+    from deepspeed.ops import lion as lion
+
+_SUBPACKAGES = ("adagrad", "adam", "lamb", "lion")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBPACKAGES})

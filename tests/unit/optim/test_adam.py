@@ -255,3 +255,10 @@ def test_wrong_values_and_tensors_are_named() -> None:
     weird.grad = torch.ones(2, dtype=torch.complex64)
     with pytest.raises(RuntimeError, match="complex64"):
         FusedAdam([weird]).step()
+
+
+def test_classes_are_reached_from_the_root_package() -> None:
+    import deepspeed
+
+    assert deepspeed.ops.adam.FusedAdam is FusedAdam
+    assert deepspeed.ops.lion.FusedLion.__module__ == "deepspeed.ops.lion.fused_lion"
