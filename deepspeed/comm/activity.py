@@ -57,7 +57,7 @@ waiting: list[Waiter] = []
 def describe_call(waiter: Waiter) -> str:
     """One phrase: the collective, which call of its group it is, size and purpose."""
     facts = waiter.facts
-    group = "the default group" if facts.name in ("0", "default_pg") else f"group {facts.name!r}"
+    group = "the default group" if facts.name == "default" else f"group {facts.name!r}"
     text = f"{waiter.name} (call {waiter.sequence} of {group}, {facts.size} ranks"
     if waiter.nbytes:
         text += f", {format_bytes(waiter.nbytes)}"

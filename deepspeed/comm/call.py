@@ -13,7 +13,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.group_facts import Group, GroupFacts, facts_of
-from deepspeed.comm.pending import Pending, WaitMode
+from deepspeed.comm.pending import Pending, WaitMode, announce
 
 
 class LogOptions(TypedDict, total=False):
@@ -63,6 +63,14 @@ def membership(group: Group | None) -> GroupFacts | None:
     """Facts of the group, or None when this rank is not in it."""
     require_initialized()
     return None if group is torch_dist.GroupMember.NON_GROUP_MEMBER else facts_of(group)
+
+
+def enter(name: str, group: Group | None, nbytes: int = 0, root: int = 0) -> GroupFacts | None:
+    """`membership`, and the announcement of a collective whose `nbytes` and `root` are equal on all ranks."""
+    facts = membership(group)
+    if facts is not None:
+        announce(facts, name, "", nbytes, nbytes + root)
+    return facts
 
 
 def wait_mode(facts: GroupFacts, device: torch.device) -> WaitMode:

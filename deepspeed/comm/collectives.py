@@ -41,7 +41,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.group_facts import Group, GroupFacts, facts_of
 from deepspeed.comm.landing import LandShard, LocalSum, Scale
-from deepspeed.comm.pending import DONE, Pending, WaitMode, What
+from deepspeed.comm.pending import DONE, Pending, WaitMode, What, announce
 from deepspeed.comm.rank_sum import sum_in_rank_order
 
 __all__ = [
@@ -99,6 +99,7 @@ def all_reduce(
     what: What = "",
     async_op: bool = False,
     deterministic: bool = False,
+    key: int = 0,
 ) -> Pending:
     """Reduce `tensor` over the group, in place.
 
@@ -106,6 +107,7 @@ def all_reduce(
         tensor: contiguous, any shape. 1D when `deterministic`.
         op: "sum", "avg", "max", "min" or "product".
         deterministic: for "sum" and "avg": the bits of `reduce_scatter` followed by `all_gather`.
+        key: see `reduce_scatter`.
     """
     facts = facts_of(group)
     options = _OPTIONS.get(op)
@@ -114,7 +116,8 @@ def all_reduce(
     if facts.size == 1 or tensor.numel() == 0:
         return DONE
     if deterministic and op in ("sum", "avg"):
-        return _all_reduce_in_rank_order(tensor, group, facts, op, what, async_op)
+        return _all_reduce_in_rank_order(tensor, group, facts, op, what, async_op, key)
+    announce(facts, "all_reduce", what, tensor.nbytes, _mark(tensor.nbytes, key))
     pg: Any = group if group is not None else torch_dist.group.WORLD
     finish = None
     if op == "avg" and not facts.knows_average(tensor.device):
@@ -135,6 +138,7 @@ def reduce_scatter(
     async_op: bool = False,
     accumulate: bool = False,
     scale: float | None = None,
+    key: int = 0,
 ) -> Pending:
     """Sum `input` over the ranks; rank r keeps slice r: `output (+)= scale * mean_or_sum(input[r*k:(r+1)*k])`.
 
@@ -144,11 +148,15 @@ def reduce_scatter(
         average: divide by the number of ranks.
         accumulate: add to `output` instead of writing it.
         scale: one more factor, e.g. the inverse of a loss scale; applied in fp32.
+        key: a number that tells what is moved, equal on all ranks (a bucket's, a parameter's): ranks that hand over
+            different things of one size get an error instead of each other's values.
 
     Extra memory: half a bucket for two ranks, one bucket (N*k elements) for more, kept for the next call.
     """
     facts = facts_of(group)
     _check_shard("reduce_scatter", output, input, facts)
+    if facts.size > 1 and output.numel():
+        announce(facts, "reduce_scatter", what, input.nbytes, _mark(input.nbytes, key))
     works, finish = start_reduce_scatter(output, input, group, facts, average, accumulate, scale)
     return _start(works, finish, facts, "reduce_scatter", what, input, async_op) if works else DONE
 
@@ -178,18 +186,27 @@ def start_reduce_scatter(
 
 
 def all_gather(
-    output: torch.Tensor, input: torch.Tensor, group: Group | None, *, what: What = "", async_op: bool = False
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: Group | None,
+    *,
+    what: What = "",
+    async_op: bool = False,
+    key: int = 0,
 ) -> Pending:
     """Concatenate the ranks' `input` into `output`.
 
     Args:
         output: 1D, contiguous, N*k elements.
         input: 1D, contiguous, k elements, the dtype of `output`; may be this rank's slice of `output` (no copy then).
+        key: see `reduce_scatter`.
     """
     facts = facts_of(group)
     _check_shard("all_gather", input, output, facts)
     if output.dtype is not input.dtype:
         raise ValueError(f"all_gather: output is {output.dtype}, input is {input.dtype}; they must be equal")
+    if facts.size > 1 and input.numel():
+        announce(facts, "all_gather", what, output.nbytes, _mark(output.nbytes, key))
     works = start_all_gather(output, input, group, facts)
     return _start(works, None, facts, "all_gather", what, output, async_op) if works else DONE
 
@@ -211,7 +228,13 @@ def start_all_gather(
 
 
 def broadcast(
-    tensor: torch.Tensor, src_rank_in_group: int, group: Group | None, *, what: What = "", async_op: bool = False
+    tensor: torch.Tensor,
+    src_rank_in_group: int,
+    group: Group | None,
+    *,
+    what: What = "",
+    async_op: bool = False,
+    key: int = 0,
 ) -> Pending:
     """Copy `tensor` of the rank `src_rank_in_group` (counted inside the group) to all ranks, in place."""
     facts = facts_of(group)
@@ -220,6 +243,7 @@ def broadcast(
     if facts.size == 1 or tensor.numel() == 0:
         return DONE
     pg: Any = group if group is not None else torch_dist.group.WORLD
+    announce(facts, "broadcast", what, tensor.nbytes, _mark(tensor.nbytes, key) + src_rank_in_group)
     work = pg.broadcast(tensor, src_rank_in_group)
     facts.bytes_sent += tensor.nbytes * (facts.size - 1) // facts.size
     return _start((work,), None, facts, "broadcast", what, tensor, async_op)
@@ -241,6 +265,7 @@ def all_to_all(
         output.copy_(input)
         return DONE
     pg: Any = group if group is not None else torch_dist.group.WORLD
+    announce(facts, "all_to_all", what, input.nbytes, 0)  # sizes may differ between ranks
     work = pg.alltoall_base(output, input, output_splits or [], input_splits or [])
     facts.bytes_sent += input.nbytes * (facts.size - 1) // facts.size
     return _start((work,), None, facts, "all_to_all", what, input, async_op)
@@ -252,6 +277,7 @@ def barrier(group: Group | None = None, *, what: What = "") -> None:
     if facts.size == 1:
         return
     pg: Any = group if group is not None else torch_dist.group.WORLD
+    announce(facts, "barrier", what, 0, 0)
     Pending((pg.barrier(),), None, facts, "barrier", what, 0, barrier_mode(group, facts)).wait()
 
 
@@ -324,7 +350,7 @@ def _gather_pieces(pg: Any, facts: GroupFacts, tensor: torch.Tensor, numel: int)
 
 
 def _all_reduce_in_rank_order(
-    tensor: torch.Tensor, group: Group | None, facts: GroupFacts, op: str, what: What, async_op: bool
+    tensor: torch.Tensor, group: Group | None, facts: GroupFacts, op: str, what: What, async_op: bool, key: int
 ) -> Pending:
     """Reduce-scatter and all-gather of a tensor of any length, in place; the gather starts in `wait`."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -339,16 +365,21 @@ def _all_reduce_in_rank_order(
         flat[:numel].copy_(tensor)
         flat[numel:].zero_()
     own = flat[rank * chunk : (rank + 1) * chunk]
-    first = reduce_scatter(own, flat, group, average=op == "avg", what=what, async_op=True)
+    first = reduce_scatter(own, flat, group, average=op == "avg", what=what, async_op=True, key=key)
 
     def finish() -> None:
         first.wait()
-        all_gather(flat, own, group, what=what)
+        all_gather(flat, own, group, what=what, key=key)
         if padded is not None:
             tensor.copy_(flat[:numel])
             facts.give_buffer(padded)
 
     return _start((), finish, facts, "all_reduce", what, tensor, async_op)
+
+
+def _mark(nbytes: int, key: int) -> int:
+    """What has to be equal on all ranks, as one number (the multiplier spreads keys over the bits of sizes)."""
+    return nbytes ^ (key * 0x9E3779B1 & 0xFFFFFFFF)
 
 
 def _factor(average: bool, scale: float | None, size: int) -> float | None:

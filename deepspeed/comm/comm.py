@@ -16,7 +16,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import collectives, objects
-from deepspeed.comm.call import Handle, LogOptions, begin, membership, wait_mode
+from deepspeed.comm.call import Handle, LogOptions, begin, enter, membership, wait_mode
 from deepspeed.comm.environment import in_aml, in_aws_sm, in_dlts
 from deepspeed.comm.group_facts import Group, GroupFacts
 from deepspeed.comm.init import (
@@ -172,8 +172,11 @@ def all_reduce_coalesced(
 def _all_reduce(
     name: str, tensors: Sequence[torch.Tensor], op: Any, group: Group | None, async_op: bool, log: LogOptions
 ) -> Handle | None:
-    facts = membership(group)
-    if facts is None or not tensors:
+    if not tensors:
+        return None
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    facts = enter(name, group, nbytes)
+    if facts is None:
         return None
     torch_op, divide = _reduction(op, facts, tensors[0])
     works = tuple(torch_dist.all_reduce(tensor, torch_op, group, async_op=True) for tensor in tensors)
@@ -182,7 +185,6 @@ def _all_reduce(
         for tensor in tensors:
             tensor.div_(facts.size)
 
-    nbytes = sum(tensor.nbytes for tensor in tensors)
     mode = wait_mode(facts, tensors[0].device)
     return begin(name, works, facts, mode, nbytes, async_op, log, finish if divide else None)
 
@@ -191,7 +193,7 @@ def broadcast(
     tensor: torch.Tensor, src: int, group: Group | None = None, async_op: bool = False, **log: Unpack[LogOptions]
 ) -> Handle | None:
     """Copy `tensor` of global rank `src` to all ranks of the group."""
-    facts = membership(group)
+    facts = enter("broadcast", group, tensor.nbytes, src)
     if facts is None:
         return None
     work = torch_dist.broadcast(tensor, src, group, async_op=True)
@@ -207,7 +209,7 @@ def reduce(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Reduce `tensor` over the ranks into that of global rank `dst`; the others' content is undefined afterwards."""
-    facts = membership(group)
+    facts = enter("reduce", group, tensor.nbytes, dst)
     if facts is None:
         return None
     torch_op, divide = _reduction(op, facts, tensor)
@@ -224,7 +226,7 @@ def all_gather(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Fill `tensor_list` (one tensor per rank) with every rank's `tensor`."""
-    facts = membership(group)
+    facts = enter("all_gather", group)
     if facts is None:
         return None
     work = torch_dist.all_gather(tensor_list, tensor, group, async_op=True)
@@ -240,7 +242,7 @@ def all_gather_into_tensor(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Concatenate every rank's `tensor` into `output_tensor`."""
-    facts = membership(group)
+    facts = enter("all_gather_into_tensor", group, output_tensor.nbytes)
     if facts is None:
         return None
     works = _start_flat_gather(output_tensor, tensor, group, facts)
@@ -268,13 +270,15 @@ def all_gather_coalesced(
     """`all_gather_into_tensor` for several pairs."""
     if len(output_tensors) != len(input_tensors):
         raise ValueError(f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs")
-    facts = membership(group)
-    if facts is None or not output_tensors:
+    if not output_tensors:
+        return None
+    nbytes = sum(output.nbytes for output in output_tensors)
+    facts = enter("all_gather_coalesced", group, nbytes)
+    if facts is None:
         return None
     works: tuple[Any, ...] = ()
     for output, piece in zip(output_tensors, input_tensors, strict=True):
         works += _start_flat_gather(output, piece, group, facts)
-    nbytes = sum(output.nbytes for output in output_tensors)
     mode = wait_mode(facts, input_tensors[0].device)
     return begin("all_gather_coalesced", works, facts, mode, nbytes, async_op, {})
 
@@ -297,7 +301,7 @@ def reduce_scatter_tensor(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Reduce `tensor` over the ranks; each keeps its slice in `output_tensor`."""
-    facts = membership(group)
+    facts = enter("reduce_scatter_tensor", group, tensor.nbytes)
     if facts is None:
         return None
     return _reduce_scatter("reduce_scatter_tensor", output_tensor, tensor, op, group, facts, async_op, log)
@@ -334,6 +338,7 @@ def reduce_scatter(
             f"{len(input_list)}, of which these differ: {wrong}"
         )
     whole = torch.cat([part.reshape(-1) for part in input_list])
+    enter("reduce_scatter", group, whole.nbytes)
     return _reduce_scatter("reduce_scatter", output, whole, op, group, facts, async_op, log)
 
 
@@ -376,7 +381,7 @@ def all_to_all_single(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Send piece j of `tensor` to rank j; piece i of `output` comes from rank i. Splits count rows of dim 0."""
-    facts = membership(group)
+    facts = enter("all_to_all_single", group)
     if facts is None:
         return None
     work = torch_dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op=True)
@@ -391,7 +396,7 @@ def all_to_all(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Send entry j of `input_tensor_list` to rank j; entry i of `output_tensor_list` comes from rank i."""
-    facts = membership(group)
+    facts = enter("all_to_all", group)
     if facts is None:
         return None
     device = input_tensor_list[0].device
@@ -423,7 +428,7 @@ def gather(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Collect every rank's `tensor` in `gather_list` of global rank `dst`."""
-    facts = membership(group)
+    facts = enter("gather", group, root=dst)
     if facts is None:
         return None
     work = torch_dist.gather(tensor, gather_list, dst, group, async_op=True)
@@ -439,7 +444,7 @@ def scatter(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Hand entry r of `scatter_list` of global rank `src` to rank r of the group."""
-    facts = membership(group)
+    facts = enter("scatter", group, root=src)
     if facts is None:
         return None
     work = torch_dist.scatter(tensor, scatter_list, src, group, async_op=True)
@@ -453,7 +458,7 @@ def barrier(
     **log: Unpack[LogOptions],
 ) -> Handle | None:
     """Wait until every rank of the group is here."""
-    facts = membership(group)
+    facts = enter("barrier", group)
     if facts is None:
         return None
     work = torch_dist.barrier(group, async_op=True, device_ids=device_ids)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import watch
+from deepspeed.comm.ledger import Page
 
 # torch's ProcessGroup is a pybind class and a subclass of it per backend; `None` means the default group.
 Group: TypeAlias = Any
@@ -25,6 +26,10 @@ _LOCAL_SUM_BACKENDS = frozenset({"gloo"})
 _HOST_WAIT_BACKENDS = frozenset({"gloo", "mpi", "ucc", "fake"})
 # Backends that know the AVG reduction.
 _AVERAGE_BACKENDS = frozenset({"nccl"})
+
+
+# Name of the default group.
+DEFAULT = "default"
 
 
 class GroupFacts:
@@ -38,6 +43,7 @@ class GroupFacts:
         "bytes_sent",
         "calls",
         "name",
+        "page",
         "rank",
         "ref",
         "size",
@@ -48,10 +54,12 @@ class GroupFacts:
         self.ref: weakref.ref[Any] | None = None if group is None else weakref.ref(group, _forget(id(group)))
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
-        self.name: str = "alone" if group is None else group.group_name
+        # torch numbers default groups through the life of a process.
+        self.name: str = DEFAULT if group is None or group is torch_dist.group.WORLD else group.group_name
         self.timeout_s = 0.0
         self.calls = 0  # collectives started on this group; equal on all ranks of a healthy run
         self.bytes_sent = 0  # bytes this rank put on the wire (see `collectives` for the convention)
+        self.page: Page | None = None  # see `ledger.py`; None for one rank, and where no ledger can be had
         self._kinds: dict[str, str] = {}
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._peer_splits: tuple[int, list[int]] = (-1, [])
@@ -148,7 +156,22 @@ def _add(group: Group) -> GroupFacts:
     _table[id(group)] = facts
     if facts.size > 1:
         watch.ensure_started()
+        ranks = torch_dist.get_process_group_ranks(group)
+        facts.page = watch.ledger_page(group, facts.name, ranks, facts.rank)
     return facts
+
+
+def forget(group: Group) -> None:
+    """Drop the facts of a group that is about to be destroyed."""
+    facts = _table.get(id(group))
+    if facts is not None and facts.ref is not None and facts.ref() is group:
+        _drop(id(group), facts)
+
+
+def _drop(key: int, facts: GroupFacts) -> None:
+    del _table[key]
+    if facts.page is not None:
+        facts.page.clear()
 
 
 def group_timeout(group: Group) -> timedelta:
@@ -169,6 +192,6 @@ def _forget(key: int) -> Any:
     def drop(ref: weakref.ref[Any]) -> None:
         facts = _table.get(key)
         if facts is not None and facts.ref is ref:
-            del _table[key]
+            _drop(key, facts)
 
     return drop

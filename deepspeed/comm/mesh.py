@@ -26,7 +26,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
-from deepspeed.comm.group_facts import Group, group_timeout
+from deepspeed.comm.group_facts import Group, forget, group_timeout
 from deepspeed.comm.rank_grid import RankGrid, split_line
 
 __all__ = ["ParallelMesh", "current_mesh", "device_mesh", "set_current_mesh"]
@@ -232,6 +232,7 @@ class ParallelMesh:
         made, self._made = self._made, []
         self._groups.clear()
         for group in made:
+            forget(group)
             if torch_dist.is_initialized() and group in torch_dist.distributed_c10d._world.pg_map:
                 torch_dist.destroy_process_group(group)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm.call import Handle, LogOptions, begin, membership, require_initialized
+from deepspeed.comm.call import Handle, LogOptions, membership, require_initialized
 from deepspeed.comm.group_facts import Group
 from deepspeed.comm.pending import WaitMode
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+
+class TransferHandle(Handle):
+    """A transfer: only two ranks take part, so it is not among the calls that all ranks count."""
+
+    __slots__ = ()
+    counts = False
 
 
 def _transfer(
@@ -34,7 +41,11 @@ def _transfer(
     if facts is None:
         return None
     mode = WaitMode.PLAIN if facts.blocks_host(tensor.device) else WaitMode.STREAM
-    return begin(name, start(), facts, mode, tensor.nbytes, async_op, log)
+    handle = TransferHandle((start(),), None, facts, name, tensor.nbytes, mode, log)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 def isend(
@@ -101,5 +112,5 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any], **log: Unpack[LogOptions]) -> 
         facts = membership(op.group)
         assert facts is not None  # torch has refused a batch on a group this rank is not in
         mode = WaitMode.PLAIN if facts.blocks_host(op.tensor.device) else WaitMode.STREAM
-        handles.append(Handle((work,), None, facts, "batch_isend_irecv", op.tensor.nbytes, mode, log))
+        handles.append(TransferHandle((work,), None, facts, "batch_isend_irecv", op.tensor.nbytes, mode, log))
     return handles

@@ -10,7 +10,7 @@ import enum
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from deepspeed.comm import stream_waits, watch
 from deepspeed.comm.activity import waiting
@@ -42,6 +42,9 @@ class Pending:
 
     __slots__ = ("_finish", "_works", "facts", "mode", "name", "nbytes", "sequence", "started", "what")
 
+    # Whether all ranks of the group take part, so that their counts of calls stay equal.
+    counts: ClassVar[bool] = True
+
     def __init__(
         self,
         works: tuple[Any, ...],
@@ -59,7 +62,7 @@ class Pending:
         self.what = what
         self.nbytes = nbytes
         self.mode = mode
-        if works:  # else a composition of calls that count, and are logged, themselves
+        if works and self.counts:  # else a composition of calls that count, and are logged, themselves
             facts.calls += 1
         self.sequence = facts.calls
         self.started = time.perf_counter() if observer is not None and works else 0.0
@@ -99,6 +102,25 @@ class Pending:
         return self.what if isinstance(self.what, str) else self.what()
 
 
+class Divergence(RuntimeError):
+    """Cause of an error: another rank has started another collective."""
+
+
+def announce(facts: GroupFacts, name: str, what: What, nbytes: int, size: int) -> None:
+    """Say which collective is about to start, in the ledger; raise if another rank has started a different one.
+
+    Args:
+        size: what has to be equal on all ranks beside the name (see `Page.mark`).
+    """
+    if facts.page is None:
+        return
+    other = facts.page.mark(facts.calls + 1, name, size)
+    if other is not None:
+        call = Pending((), None, facts, name, what, nbytes, WaitMode.PLAIN)
+        call.sequence = facts.calls + 1
+        raise watch.failure(call, Divergence(other), facts.timeout_s)
+
+
 def _wait_bounded(work: Any, pending: Pending) -> None:
     """Wait in slices, so that another rank's failure, Ctrl-C and the time limit all end the wait."""
     facts = pending.facts
@@ -121,6 +143,9 @@ def _wait_bounded(work: Any, pending: Pending) -> None:
                 except RuntimeError as cause:
                     raise watch.failure(pending, cause, facts.timeout_s) from cause
             now = time.monotonic()
+            other = facts.page.compare(pending.sequence) if facts.page is not None else None
+            if other is not None:
+                raise watch.failure(pending, Divergence(other), facts.timeout_s) from None
             if watch.aborted(facts.includes_rank_0):
                 raise watch.failure(pending, None, facts.timeout_s) from None
             if deadline == 0.0:

@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm import watch
 from deepspeed.comm.call import require_initialized
-from deepspeed.comm.group_facts import Group, group_timeout
+from deepspeed.comm.group_facts import Group, forget, group_timeout
 
 
 def is_available() -> bool:
@@ -81,6 +81,8 @@ def destroy_process_group(group: Group | None = None) -> None:
 
         set_current_mesh(None)
         watch.stop("has destroyed its process groups")
+    elif group is not torch_dist.GroupMember.NON_GROUP_MEMBER:
+        forget(group)
     torch_dist.destroy_process_group(group)
 
 

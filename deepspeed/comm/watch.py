@@ -18,11 +18,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm import activity, stream_waits
 from deepspeed.comm.activity import Waiter
 from deepspeed.comm.errors import CollectiveError
+from deepspeed.comm.ledger import Ledger, Page, open_ledger
 from deepspeed.utils.logging import logger
 
 _PREFIX = "deepspeed/watch"
@@ -60,8 +62,11 @@ class Report:
 class Watch:
     """The watch thread of one default process group."""
 
-    def __init__(self, store: Any, rank: int, size: int, *, hosted_by_rank_0: bool = False) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, *, hosted_by_rank_0: bool = False, ledger: Ledger | None = None
+    ) -> None:
         self.rank = rank
+        self.ledger = ledger
         self.size = size
         self.report: Report | None = None
         self.asked = False  # some rank has failed: waits under way are given up
@@ -111,6 +116,8 @@ class Watch:
                 self._wake.clear()
                 if self._stopping:
                     break
+                if self.ledger is not None:
+                    self.ledger.unlink_when_shared(_local_size(self.size))
                 if self._reported.is_set():
                     continue
                 stuck = stream_waits.find_stuck() if self._failed is None else None
@@ -128,6 +135,8 @@ class Watch:
         finally:
             self._reported.set()
             self._store = None
+            if self._stopping and self.ledger is not None:
+                self.ledger.close()
 
     def _answer(self) -> None:
         own = self._failed if self._failed is not None else activity.own_activity()
@@ -204,7 +213,9 @@ def ensure_started() -> None:
         store = _private_store()
         if store is None:
             return
-        _watch = Watch(store, world.rank(), world.size(), hosted_by_rank_0=rank_0_hosts_store)
+        rank, size = world.rank(), world.size()
+        ledger = open_ledger(store, rank, size)
+        _watch = Watch(store, rank, size, hosted_by_rank_0=rank_0_hosts_store, ledger=ledger)
         _watched_group = weakref.ref(world)
         # Users may destroy their groups through torch itself: the thread must not outlive them.
         weakref.finalize(world, _watch.signal_stop)
@@ -221,6 +232,13 @@ def stop(reason: str | None = None) -> None:
         _watch = None
         _watched_group = None
     stream_waits.forget()
+
+
+def ledger_page(group: Any, name: str, ranks: Sequence[int], position: int) -> Page | None:
+    """This rank's ledger page of a group; None where there is no ledger."""
+    if _watch is None or _watch.ledger is None:
+        return None
+    return _watch.ledger.page(group, name, ranks, position)
 
 
 def aborted(includes_rank_0: Callable[[], bool]) -> bool:
@@ -298,6 +316,12 @@ def _private_store() -> Any | None:
         with contextlib.suppress(RuntimeError):
             store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
     return store
+
+
+def _local_size(world_size: int) -> int:
+    """Ranks on this machine, as the launcher says; without a word from it, all."""
+    text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
+    return int(text) if text.isdigit() else world_size
 
 
 def _say_goodbye() -> None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import deepspeed
@@ -23,6 +24,9 @@ LIMIT_S = 3.0
 
 
 def start() -> int:
+    """A group with a short limit; the group the pool has made brings the ranks together first."""
+    dist.barrier()
+    dist.destroy_process_group()
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=LIMIT_S))
     return dist.get_rank()
 
@@ -49,7 +53,7 @@ def different_collectives() -> str:
 
 
 def test_ranks_in_different_collectives_each_learn_where_the_other_is(pool: Any) -> None:
-    gatherer, waiter = pool.run(2, different_collectives, create_group=False)
+    gatherer, waiter = pool.run(2, different_collectives)
     assert gatherer.startswith(
         "rank 0: all_gather (call 2 of the default group, 2 ranks, 64 B) of parameter 'layers.3.weight'"
     )
@@ -59,6 +63,32 @@ def test_ranks_in_different_collectives_each_learn_where_the_other_is(pool: Any)
     assert waiter.startswith("rank 1: barrier (call 2 of the default group, 2 ranks)")
     assert "all_gather (call 2 of the default group, 2 ranks, 64 B) of parameter 'layers.3.weight'" in waiter
     assert "init_distributed(timeout=...)" in waiter
+
+
+def diverge(name: str) -> tuple[float, str]:
+    rank = start()
+    dist.barrier()
+    begin = time.monotonic()
+    numel = 8 if rank == 0 else 12
+    calls: dict[str, Any] = {
+        "sizes": lambda: collectives.all_reduce(torch.ones(numel), None),
+        "kinds": lambda: (
+            collectives.reduce_scatter(torch.empty(4), torch.ones(8), None, average=True)
+            if rank == 0
+            else collectives.all_gather(torch.empty(8), torch.ones(4), None)
+        ),
+        "keys": lambda: collectives.all_gather(torch.empty(8), torch.ones(4), None, key=rank),
+        "sources": lambda: dist.broadcast(torch.ones(4), src=rank),
+    }
+    text = caught(calls[name])
+    return time.monotonic() - begin, text
+
+
+@pytest.mark.parametrize("name", ("sizes", "kinds", "keys", "sources"))
+def test_ranks_that_diverge_are_told_at_once_and_no_data_is_mixed(pool: Any, name: str) -> None:
+    for rank, (seconds, text) in enumerate(pool.run(2, diverge, name)):
+        assert f"rank {1 - rank} has started " in text
+        assert seconds < LIMIT_S  # nobody waited for the limit
 
 
 def one_rank_is_elsewhere(done: str) -> str:
@@ -73,7 +103,7 @@ def one_rank_is_elsewhere(done: str) -> str:
 
 
 def test_a_rank_that_never_comes_is_found_at_its_line(pool: Any, tmp_path: Path) -> None:
-    waiter, late = pool.run(2, one_rank_is_elsewhere, str(tmp_path / "done"), create_group=False)
+    waiter, late = pool.run(2, one_rank_is_elsewhere, str(tmp_path / "done"))
     assert f"not finished within the limit of {LIMIT_S:g} s" in waiter
     assert "rank 1: is at " in waiter
     assert "(one_rank_is_elsewhere)" in waiter
@@ -95,7 +125,7 @@ def third_rank_in_another_group() -> str:
 
 
 def test_one_failure_ends_the_waits_of_ranks_outside_its_group(pool: Any) -> None:
-    first, _, third = pool.run(3, third_rank_in_another_group, create_group=False)
+    first, _, third = pool.run(3, third_rank_in_another_group)
     assert first.startswith("rank 0: barrier (call 1 of group '")
     assert "rank 2: waits in all_reduce" in first
     assert third.startswith("True rank 2: all_reduce")
@@ -124,7 +154,7 @@ def interrupted_by_signal() -> tuple[str, float]:
 
 
 def test_ctrl_c_ends_a_wait_at_once(pool: Any) -> None:
-    (word, seconds), _ = pool.run(2, interrupted_by_signal, create_group=False)
+    (word, seconds), _ = pool.run(2, interrupted_by_signal)
     assert word == "interrupted"
     assert seconds < 2.0
 
@@ -139,7 +169,7 @@ def threads_after_destroy() -> tuple[bool, bool]:
 
 
 def test_the_watch_lives_as_long_as_the_group(pool: Any) -> None:
-    assert pool.run(2, threads_after_destroy, create_group=False) == [(True, False)] * 2
+    assert pool.run(2, threads_after_destroy) == [(True, False)] * 2
 
 
 def destroyed_by_torch() -> bool:
@@ -155,7 +185,7 @@ def destroyed_by_torch() -> bool:
 
 
 def test_the_watch_ends_when_torch_destroys_the_group(pool: Any) -> None:
-    assert pool.run(2, destroyed_by_torch, create_group=False) == [True] * 2
+    assert pool.run(2, destroyed_by_torch) == [True] * 2
 
 
 SCRIPT = """
