@@ -90,6 +90,10 @@ def sync_folder(folder: Path) -> None:
 def open_saving_folder(folder: Path) -> None:
     """Create ``folder`` and say in it which process it belongs to."""
     folder.mkdir(parents=True, exist_ok=True)
+    _mark(folder)
+
+
+def _mark(folder: Path) -> None:
     (folder / _OWNER).write_text(f"{socket.gethostname()}\n{os.getpid()}\n{_start_time(os.getpid())}\n")
 
 
@@ -99,20 +103,22 @@ def publish_folder(saved: Path, final: Path, token: str) -> None:
     Files in the replaced folder that no save wrote are kept. Where the system cannot swap two names at once there is
     a moment without ``final``; :func:`recover` puts the old one back after a crash in it.
     """
-    (saved / _OWNER).unlink(missing_ok=True)
     sync_folder(saved)
+    old = None
     if not final.exists():
         os.rename(saved, final)
-        sync_folder(final.parent)
-        return
-    old = saved
-    if not _exchange(saved, final):
-        old = _hidden(final, names.Transit.REPLACED, token)
-        os.rename(final, old)
-        os.rename(saved, final)
+    else:
+        _mark(final)  # it may be left under the other name
+        old = saved
+        if not _exchange(saved, final):
+            old = _hidden(final, names.Transit.REPLACED, token)
+            os.rename(final, old)
+            os.rename(saved, final)
     sync_folder(final.parent)
-    _keep_foreign(old, final)
-    delete_folder(old, final.name, token)
+    (final / _OWNER).unlink(missing_ok=True)
+    if old is not None:
+        _keep_foreign(old, final)
+        delete_folder(old, final.name, token)
 
 
 def delete_folder(folder: Path, name: str, token: str) -> None:
@@ -137,7 +143,8 @@ def _hidden(final: Path, kind: names.Transit, token: str) -> Path:
 
 def _keep_foreign(old: Path, new: Path) -> None:
     for entry in old.iterdir():
-        if entry.name != _OWNER and not names.is_checkpoint_file(entry.name) and not (new / entry.name).exists():
+        ours = entry.name == _OWNER or names.is_checkpoint_file(entry.name) or names.is_partial_file(entry.name)
+        if not ours and not (new / entry.name).exists():
             os.rename(entry, new / entry.name)
 
 
@@ -187,6 +194,8 @@ def clear_leftovers(folder: Path, is_complete: Callable[[Path], bool]) -> list[s
             if hidden.kind is names.Transit.REPLACED and recover(folder / hidden.name, is_complete):
                 continue
             if hidden.kind is not names.Transit.SAVING or _owner_is_gone(entry):
+                if hidden.kind is not names.Transit.DELETED and (folder / hidden.name).is_dir():
+                    _keep_foreign(entry, folder / hidden.name)
                 shutil.rmtree(entry, ignore_errors=True)
                 removed.append(entry.name)
         elif names.is_partial_file(entry.name) and entry.is_file() and _untouched_for_long(entry):
