@@ -107,11 +107,12 @@ def held_out_loss(engine: Any, corpus: Corpus, options: argparse.Namespace) -> f
 
 
 def sample_text(engine: Any, options: argparse.Namespace) -> str:
-    """What the model writes after `PROMPT`; what a terminal should not get (control bytes, no UTF-8) shows as a mark."""
+    """What the model writes after `PROMPT`, with marks for what a terminal should not get: control bytes, no UTF-8."""
     engine.eval()
     prompt = torch.tensor([list(PROMPT.encode())], device=engine.device)
-    written = bytes(engine.module.generate(prompt, SAMPLE_BYTES, seed=options.seed)[0].tolist()).decode(errors="replace")
-    return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{MIDDLE DOT}" for mark in written)
+    written = engine.module.generate(prompt, SAMPLE_BYTES, seed=options.seed)[0].tolist()
+    text = bytes(written).decode(errors="replace")
+    return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{MIDDLE DOT}" for mark in text)
 
 
 def run(options: argparse.Namespace, interrupt: Interrupt) -> None:
