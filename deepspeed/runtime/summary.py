@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
@@ -96,9 +97,9 @@ def megabytes(nbytes: int) -> str:
 
 
 def announce(engine: DeepSpeedEngine) -> None:
-    """Log the table on rank 0."""
-    if dist.get_rank() == 0:
-        logger.info("deepspeed run\n" + table(describe(engine)))
+    """Print the table on rank 0, unless the log level is above warning."""
+    if dist.get_rank() == 0 and logger.getEffectiveLevel() <= logging.WARNING:
+        print("deepspeed run\n" + table(describe(engine)), flush=True)
 
 
 def _names(dtypes: set[Any]) -> str:

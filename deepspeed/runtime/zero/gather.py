@@ -28,7 +28,7 @@ class ParamPublisher:
 
         pending = collectives.all_gather(
             group.model_segment(segment), group.model_piece(segment), self.process_group,
-            what=what, async_op=self.overlap,
+            what=what, async_op=self.overlap, key=segment.index + 1,
         )  # fmt: skip
         if self.overlap:
             self._in_flight.append(pending)

@@ -264,12 +264,12 @@ class GradReducer:
             pending = collectives.reduce_scatter(
                 group.grad_piece(segment), buffer, self.process_group,
                 average=False, scale=self.options.pre_divide / self.world,
-                accumulate=bucket.reduced, what=bucket.describe, async_op=self.options.overlap,
+                accumulate=bucket.reduced, what=bucket.describe, async_op=self.options.overlap, key=bucket.index + 1,
             )  # fmt: skip
         else:
             pending = collectives.all_reduce(
                 buffer, self.process_group, op="avg", deterministic=True,
-                what=bucket.describe, async_op=self.options.overlap,
+                what=bucket.describe, async_op=self.options.overlap, key=bucket.index + 1,
             )  # fmt: skip
         self._in_flight[index] = (bucket, buffer, pending)
         bucket.reduced = True
