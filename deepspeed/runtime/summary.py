@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
@@ -97,8 +98,9 @@ def megabytes(nbytes: int) -> str:
 
 
 def announce(engine: DeepSpeedEngine) -> None:
-    """Print the table on rank 0, unless the log level is above warning."""
-    if dist.get_rank() == 0 and logger.getEffectiveLevel() <= logging.WARNING:
+    """Print the table on rank 0, unless ``DS_START_TABLE=0`` or the log level is above warning."""
+    wanted = os.environ.get("DS_START_TABLE", "1") != "0" and logger.getEffectiveLevel() <= logging.WARNING
+    if wanted and dist.get_rank() == 0:
         print("deepspeed run\n" + table(describe(engine)), flush=True)
 
 

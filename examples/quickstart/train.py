@@ -27,6 +27,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+os.environ.setdefault("DS_START_TABLE", "0")  # report.start_table shows the same facts, with what was measured
 INTERRUPTED = 130  # what a shell expects of a program ended by Ctrl-C
 PROMPT = "def "
 SAMPLE_BYTES = 200
