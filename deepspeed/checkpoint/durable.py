@@ -11,9 +11,11 @@ import contextlib
 import ctypes
 import errno
 import os
+import secrets
 import shutil
 import socket
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -23,7 +25,6 @@ from deepspeed.utils.torch_file import TorchFile, Written
 
 # A folder in transit whose owner cannot be asked is dead when nothing in it has changed for this long.
 _STALE_AFTER_S = 6 * 3600
-_OWNER = ".owner"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -87,14 +88,13 @@ def sync_folder(folder: Path) -> None:
 # ---- folders -------------------------------------------------------------------------------------------------------
 
 
-def open_saving_folder(folder: Path) -> None:
-    """Create ``folder`` and say in it which process it belongs to."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _mark(folder)
+def new_token() -> str:
+    """A name part for one save by this process; it says which process that is: host, number, start time, chance."""
+    return f"{_host():08x}{os.getpid():08x}{_start_time(os.getpid()) or 0:012x}{secrets.randbits(16):04x}"
 
 
-def _mark(folder: Path) -> None:
-    (folder / _OWNER).write_text(f"{socket.gethostname()}\n{os.getpid()}\n{_start_time(os.getpid())}\n")
+def _host() -> int:
+    return zlib.crc32(socket.gethostname().encode())
 
 
 def publish_folder(saved: Path, final: Path, token: str) -> None:
@@ -108,14 +108,12 @@ def publish_folder(saved: Path, final: Path, token: str) -> None:
     if not final.exists():
         os.rename(saved, final)
     else:
-        _mark(final)  # it may be left under the other name
         old = saved
         if not _exchange(saved, final):
             old = _hidden(final, names.Transit.REPLACED, token)
             os.rename(final, old)
             os.rename(saved, final)
     sync_folder(final.parent)
-    (final / _OWNER).unlink(missing_ok=True)
     if old is not None:
         _keep_foreign(old, final)
         delete_folder(old, final.name, token)
@@ -143,7 +141,7 @@ def _hidden(final: Path, kind: names.Transit, token: str) -> Path:
 
 def _keep_foreign(old: Path, new: Path) -> None:
     for entry in old.iterdir():
-        ours = entry.name == _OWNER or names.is_checkpoint_file(entry.name) or names.is_partial_file(entry.name)
+        ours = names.is_checkpoint_file(entry.name) or names.is_partial_file(entry.name)
         if not ours and not (new / entry.name).exists():
             os.rename(entry, new / entry.name)
 
@@ -193,7 +191,7 @@ def clear_leftovers(folder: Path, is_complete: Callable[[Path], bool]) -> list[s
         if hidden is not None and entry.is_dir() and not entry.is_symlink():
             if hidden.kind is names.Transit.REPLACED and recover(folder / hidden.name, is_complete):
                 continue
-            if hidden.kind is not names.Transit.SAVING or _owner_is_gone(entry):
+            if hidden.kind is not names.Transit.SAVING or _owner_is_gone(hidden.token, entry):
                 if hidden.kind is not names.Transit.DELETED and (folder / hidden.name).is_dir():
                     _keep_foreign(entry, folder / hidden.name)
                 shutil.rmtree(entry, ignore_errors=True)
@@ -204,15 +202,11 @@ def clear_leftovers(folder: Path, is_complete: Callable[[Path], bool]) -> list[s
     return removed
 
 
-def _owner_is_gone(folder: Path) -> bool:
-    try:
-        host, pid, started = (folder / _OWNER).read_text().split("\n")[:3]
-        number = int(pid)
-    except (OSError, ValueError):
+def _owner_is_gone(token: str, folder: Path) -> bool:
+    """Whether the process that made ``token`` has ended; guessed from the age of ``folder`` when it ran elsewhere."""
+    if len(token) != len(new_token()) or int(token[:8], 16) != _host():
         return _untouched_for_long(folder)
-    if host != socket.gethostname():
-        return _untouched_for_long(folder)
-    return _start_time(number) != started
+    return _start_time(int(token[8:16], 16)) != int(token[16:28], 16)
 
 
 def _untouched_for_long(path: Path) -> bool:
@@ -228,14 +222,14 @@ def _untouched_for_long(path: Path) -> bool:
     return now - newest > _STALE_AFTER_S
 
 
-def _start_time(pid: int) -> str:
-    """What tells this process from a later one with the same number; empty when there is no such process."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", errors="replace") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[19]
+def _start_time(pid: int) -> int | None:
+    """Tells process ``pid`` from a later one with the same number (0 where that is unknown); None: there is none."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat", errors="replace") as stat:
+        return int(stat.read().rsplit(")", 1)[1].split()[19])
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return ""
+        return None
     except PermissionError:
         pass
-    return "alive"
+    return 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ class CheckpointManager:
         files, requests = agree.together(
             f"saving checkpoint {text!r} to {folder}",
             lambda: self._prepare(extra, exclude_frozen_parameters),
-            lambda made: SaveRequest(text, secrets.token_hex(4), sum(f.nbytes for f in made.values()), self._leads()),
+            lambda made: SaveRequest(text, durable.new_token(), sum(f.nbytes for f in made.values()), self._leads()),
         )
         text = self._agreed_tag(requests)
         doing = f"saving checkpoint {text!r} to {folder}"
@@ -177,7 +176,7 @@ class CheckpointManager:
 
     def _write(self, files: dict[str, TorchFile], aside: Path, total: int) -> dict[str, Written]:
         if self._leads():
-            durable.open_saving_folder(aside)
+            aside.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(aside).free
             if free < total + _SPARE_NBYTES:
                 raise CheckpointError(f"{aside.parent} has {free:,} bytes free, the checkpoint needs {total:,}")

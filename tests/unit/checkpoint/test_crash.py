@@ -25,9 +25,9 @@ def save_for_ever(folder: str, tags: tuple[str, ...], can_exchange: bool, report
     if not can_exchange:
         durable._exchange = lambda first, second: False
     for number, tag in zip(itertools.count(1), itertools.cycle(tags), strict=False):
-        final, token = Path(folder) / tag, f"{number:08x}"
+        final, token = Path(folder) / tag, durable.new_token()
         aside = durable.saving_folder(final, token)
-        durable.open_saving_folder(aside)
+        aside.mkdir()
         written = durable.write_torch(aside / FILE, TorchFile({"number": number, "data": torch.ones(50_000) * number}))
         Manifest({FILE: written}, number, 0, 1, "test").write(aside)
         durable.publish_folder(aside, final, token)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +82,6 @@ def test_publishing_replaces_and_keeps_foreign_files(
     (final / "notes.txt").write_text("mine")
     (final / names.optim_file(5, 0, bf16=False)).write_text("of a run with more ranks")
     aside = durable.saving_folder(final, TOKEN)
-    durable.open_saving_folder(aside)
     complete(aside, "new", 2)
     durable.publish_folder(aside, final, TOKEN)
     assert text_of(final) == "new"
@@ -108,30 +106,29 @@ def test_a_torn_folder_is_not_put_back(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_processes_are_cleared(tmp_path: Path) -> None:
-    dead = durable.saving_folder(tmp_path / "dead", "01")
-    durable.open_saving_folder(dead)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    (dead / ".owner").write_text(f"{socket.gethostname()}\n{ended.pid}\n12345\n")
-    mine = durable.saving_folder(tmp_path / "mine", TOKEN)
-    durable.open_saving_folder(mine)
+    token = durable.new_token()
+    dead = durable.saving_folder(tmp_path / "dead", f"{token[:8]}{ended.pid:08x}{token[16:]}")
+    other = durable.saving_folder(tmp_path / "other", f"{token[:16]}{1:012x}{token[28:]}")  # same number, earlier start
+    mine = durable.saving_folder(tmp_path / "mine", token)
+    for folder in (dead, other, mine):
+        folder.mkdir()
     deleted = tmp_path / str(names.HiddenName("gone", names.Transit.DELETED, TOKEN))
     complete(deleted, "x")
     replaced = tmp_path / str(names.HiddenName("lost", names.Transit.REPLACED, TOKEN))
     complete(replaced, "kept")
     removed = durable.clear_leftovers(tmp_path, is_complete)
-    assert sorted(removed) == [".dead.saving-01", deleted.name]
+    assert sorted(removed) == sorted([dead.name, other.name, deleted.name])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [mine.name, "lost"]
     assert text_of(tmp_path / "lost") == "kept"
 
 
 def test_leftovers_of_other_hosts_need_to_be_old(tmp_path: Path) -> None:
-    aside = durable.saving_folder(tmp_path / "step", TOKEN)
-    durable.open_saving_folder(aside)
-    owner = aside / ".owner"
-    owner.write_text("another-host\n1\n1\n")
+    aside = durable.saving_folder(tmp_path / "step", f"{0:08x}{durable.new_token()[8:]}")
+    complete(aside, "x")
     assert durable.clear_leftovers(tmp_path, is_complete) == []
-    for entry in (owner, aside):
+    for entry in [*aside.iterdir(), aside]:
         os.utime(entry, (1, 1))
     assert durable.clear_leftovers(tmp_path, is_complete) == [aside.name]
 
