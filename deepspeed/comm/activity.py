@@ -58,7 +58,8 @@ def describe_call(waiter: Waiter) -> str:
     """One phrase: the collective, which call of its group it is, size and purpose."""
     facts = waiter.facts
     group = "the default group" if facts.name == "default" else f"group {facts.name!r}"
-    text = f"{waiter.name} (call {waiter.sequence} of {group}, {facts.size} ranks"
+    call = f"call {waiter.sequence} of {group}" if waiter.sequence else group
+    text = f"{waiter.name} ({call}, {facts.size} ranks"
     if waiter.nbytes:
         text += f", {format_bytes(waiter.nbytes)}"
     text += ")"

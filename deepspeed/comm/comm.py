@@ -35,6 +35,7 @@ from deepspeed.comm.logging import (
     reset_log,
 )
 from deepspeed.comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from deepspeed.comm.pending import blocking
 from deepspeed.comm.reduce_op import ReduceOp, to_torch
 from deepspeed.comm.state import (
     destroy_process_group,
@@ -476,7 +477,8 @@ def monitored_barrier(
     if facts is None:
         return
     if torch_dist.get_backend(group) == "gloo":
-        torch_dist.monitored_barrier(group, timeout, wait_all_ranks)
+        with blocking("monitored_barrier", ""):
+            torch_dist.monitored_barrier(group, timeout, wait_all_ranks)
     else:
         barrier(group, **log)
 

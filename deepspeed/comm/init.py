@@ -144,6 +144,9 @@ def _meet(backend: str, facts: LaunchFacts, limit: timedelta, init_method: str |
             backend, init_method=init_method, rank=facts.rank, world_size=facts.world_size, timeout=limit
         )
     except (torch_dist.DistNetworkError, torch_dist.DistStoreError) as error:
+        if not torch_dist.is_initialized():
+            # torch has counted the group it could not make; a second try would wait under a name no other rank uses.
+            torch_dist.distributed_c10d._world.group_count = 0
         raise RuntimeError(
             f"rank {facts.rank} of {facts.world_size} could not meet the other ranks at {where} within "
             f"{limit.total_seconds():g} s: {str(error).splitlines()[0]}. Check that all ranks run and reach that host; "

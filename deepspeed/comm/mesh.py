@@ -26,7 +26,9 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
+from deepspeed.comm.activity import format_ranks
 from deepspeed.comm.group_facts import Group, forget, group_timeout
+from deepspeed.comm.pending import blocking
 from deepspeed.comm.rank_grid import RankGrid, split_line
 
 __all__ = ["ParallelMesh", "current_mesh", "device_mesh", "set_current_mesh"]
@@ -262,7 +264,8 @@ class ParallelMesh:
         else:
             limit: timedelta = group_timeout(world)
             # Only the members meet: no rank takes part in, or waits for, groups it is not in.
-            group = torch_dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+            with blocking("new_group", lambda: format_ranks(sorted(ranks))):
+                group = torch_dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
             self._made.append(group)
         self._groups[ranks] = group
         return group

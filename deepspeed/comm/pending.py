@@ -6,15 +6,16 @@ Owns: the bounded wait and the facts of the call that an error text needs. Does 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, ClassVar, TypeAlias
 
 from deepspeed.comm import stream_waits, watch
 from deepspeed.comm.activity import waiting
-from deepspeed.comm.group_facts import GroupFacts
+from deepspeed.comm.group_facts import GroupFacts, facts_of
 
 # What a collective is for, for error texts: a text, or a function giving one (called only when it is needed).
 What: TypeAlias = str | Callable[[], str]
@@ -119,6 +120,25 @@ def announce(facts: GroupFacts, name: str, what: What, nbytes: int, size: int) -
         call = Pending((), None, facts, name, what, nbytes, WaitMode.PLAIN)
         call.sequence = facts.calls + 1
         raise watch.failure(call, Divergence(other), facts.timeout_s)
+
+
+@contextlib.contextmanager
+def blocking(name: str, what: What) -> Iterator[None]:
+    """Around a call of torch that waits for other ranks by itself: they are told of it, and its failure is explained.
+
+    Raises:
+        CollectiveError: the call raised a RuntimeError, as torch does when its time limit passes.
+    """
+    facts = facts_of(None)
+    call = Pending((), None, facts, name, what, 0, WaitMode.PLAIN)
+    call.sequence = 0  # not one of the counted calls
+    waiting.append(call)
+    try:
+        yield
+    except RuntimeError as cause:
+        raise watch.failure(call, cause, facts.timeout_s) from cause
+    finally:
+        waiting.remove(call)
 
 
 def _wait_bounded(work: Any, pending: Pending) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from deepspeed.comm import watch
+from deepspeed.comm.activity import format_ranks
 from deepspeed.comm.call import require_initialized
 from deepspeed.comm.group_facts import Group, forget, group_timeout
+from deepspeed.comm.pending import blocking
 
 
 def is_available() -> bool:
@@ -71,7 +73,9 @@ def get_backend(group: Group | None = None) -> str:
 def new_group(ranks: Sequence[int]) -> Group:
     """A group of these ranks of the job, with the default group's time limit. All ranks of the job must call."""
     require_initialized()
-    return torch_dist.new_group(list(ranks), timeout=group_timeout(torch_dist.group.WORLD))
+    members = list(ranks)
+    with blocking("new_group", lambda: format_ranks(sorted(members))):
+        return torch_dist.new_group(members, timeout=group_timeout(torch_dist.group.WORLD))
 
 
 def destroy_process_group(group: Group | None = None) -> None:

@@ -297,6 +297,20 @@ def test_ranks_that_cannot_meet_say_where_they_waited(pool: Any) -> None:
 
 
 @patch.dict(os.environ)
+def start_again_after_a_failure() -> int:
+    if dist.get_local_rank() == 0:
+        with patch.dict(os.environ, RANK="1", LOCAL_RANK="1", MASTER_PORT="1"), pytest.raises(RuntimeError):
+            deepspeed.init_distributed("gloo", timeout=timedelta(seconds=1))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=30))
+    dist.barrier()
+    return dist.get_rank()
+
+
+def test_a_failed_start_can_be_repeated(pool: Any) -> None:
+    assert pool.run(2, start_again_after_a_failure, create_group=False) == [0, 1]
+
+
+@patch.dict(os.environ)
 def wrong_arguments() -> None:
     with pytest.raises(ValueError, match="rank=1 and world_size=-1: give both or neither"):
         init_distributed("gloo", rank=1)

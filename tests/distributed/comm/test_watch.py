@@ -133,6 +133,23 @@ def test_one_failure_ends_the_waits_of_ranks_outside_its_group(pool: Any) -> Non
     assert "rank 0, which reported first: failed in barrier" in third
 
 
+def group_that_one_rank_does_not_make(done: str) -> str:
+    rank = start()
+    if rank == 0:
+        text = caught(lambda: dist.new_group([0, 1]))
+        Path(done).touch()
+        return text
+    while not Path(done).exists():
+        time.sleep(0.05)
+    return ""
+
+
+def test_making_a_group_is_bounded_too(pool: Any, tmp_path: Path) -> None:
+    text = pool.run(2, group_that_one_rank_does_not_make, str(tmp_path / "done"))[0]
+    assert text.startswith("rank 0: new_group (the default group, 2 ranks) of ranks 0-1: not finished within the limit")
+    assert "(group_that_one_rank_does_not_make)" in text
+
+
 def interrupted_by_signal() -> tuple[str, float]:
     rank = start()
     if rank == 0:
