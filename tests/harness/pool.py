@@ -83,6 +83,11 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     stack_path: Path
+    log_path: Path
+
+    def last_words(self) -> str:
+        """The end of what it printed, which a process that aborts writes past Python."""
+        return self.log_path.read_text(errors="replace")[-2000:] if self.log_path.exists() else ""
 
     def describe_exit(self) -> str:
         self.process.join(2)
@@ -246,6 +251,11 @@ class WorkerPool:
     def _take(self, world_size: int) -> list[_Worker]:
         if world_size > self._max_workers:
             raise ValueError(f"world_size {world_size} is above the pool's {self._max_workers} workers")
+        for worker in [worker for worker in self._idle if not worker.process.is_alive()]:
+            # It reported a clean end and died afterwards, for instance in a thread of a library. Nobody waits for it.
+            self._idle.remove(worker)
+            print(f"an idle worker {worker.describe_exit()}; it is replaced", file=sys.stderr)
+            worker.connection.close()
         while len(self._idle) < world_size:
             self._idle.append(self._start())
         taken, self._idle = self._idle[:world_size], self._idle[world_size:]
@@ -264,7 +274,7 @@ class WorkerPool:
         )
         process.start()
         there.close()
-        return _Worker(process, here, stack_path)
+        return _Worker(process, here, stack_path, log_path)
 
     def _give_back(self, workers: list[_Worker], *, keep: bool) -> None:
         if not keep:
@@ -319,7 +329,7 @@ class WorkerPool:
         worker = workers[rank]
         stack = worker.stack_path.read_text(errors="replace") if worker.stack_path.exists() else ""
         errors = "".join(f"\n--- rank {r} ---\n{report.error_text}" for r, report in reports.items() if report.error)
-        return f"rank {rank} {worker.describe_exit()}\n{stack}{errors}"
+        return f"rank {rank} {worker.describe_exit()}\n{worker.last_words()}\n{stack}{errors}"
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

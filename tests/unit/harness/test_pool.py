@@ -109,6 +109,14 @@ def test_dead_worker_is_named_and_replaced(pool: WorkerPool) -> None:
     assert pool.run(2, _sum_of_ranks, 0.0) == [[1.0, 1.0]] * 2
 
 
+def test_a_worker_that_dies_while_idle_is_replaced(pool: WorkerPool) -> None:
+    (pid,) = pool.run(1, _pid)
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.5)  # for the system to take it away
+    (other,) = pool.run(1, _pid)
+    assert other != pid
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     (
