@@ -39,8 +39,8 @@ def optimizer_of(model: nn.Module, stage: int, rank: int, world: int, bucket: in
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [1_000, 16_384])
+@pytest.mark.parametrize("stage", (1, 2))
+@pytest.mark.parametrize("world", (1_000, 16_384))
 def test_a_rank_holds_its_share_and_sends_one_bucket_at_a_time(stage, world, monkeypatch):
     calls = {"reduce_scatter": 0, "all_gather": 0, "all_reduce": 0}
     for name in calls:
