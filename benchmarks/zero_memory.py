@@ -32,7 +32,7 @@ from peers import free_port, reference_python
 
 ADAM_STATES = 2  # exp_avg and exp_avg_sq, fp32
 STEPS = 3  # the first creates the states; every one counts
-TIMEOUT_S = 300
+TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)

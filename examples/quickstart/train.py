@@ -27,7 +27,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-os.environ.setdefault("DS_START_TABLE", "0")  # report.start_table shows the same facts, with what was measured
+os.environ.setdefault("DS_START_TABLE", "0")  # report.show_start has the same facts, and bytes as measured
 INTERRUPTED = 130  # what a shell expects of a program ended by Ctrl-C
 PROMPT = "def "
 SAMPLE_BYTES = 200
