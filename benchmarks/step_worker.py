@@ -49,7 +49,7 @@ class Task:
         self.build = llama if name == "llama" else tiny
         self.device = device
         if name == "llama":
-            tokens = torch.randint(0, 256, (1, 65), generator=generator)  # short: the model itself is not what is timed
+            tokens = torch.randint(0, 256, (1, 9), generator=generator)  # short: the model itself is not what is timed
             self.inputs = (tokens[:, :-1].to(device), tokens[:, 1:].to(device))
         else:
             self.inputs = (torch.randn(4, 25, generator=generator).to(device),)

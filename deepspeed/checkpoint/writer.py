@@ -237,7 +237,7 @@ def stage_0_optimizer(optimizer: ZeroOptimizer) -> dict[str, Any]:
         order = list(range(position, position + len(members)))
         groups.append({**settings, "params": order, "param_names": [bound.fragment.name for bound in members]})
         # A parameter that is its own master shares its storage with the weights in the file.
-        masters.append([bound.model if bound.aliased else packed("master", bound.leaf) for bound in members])
+        masters.append([bound.model.detach() if bound.aliased else packed("master", bound.leaf) for bound in members])
         position += len(members)
     plain = {"state": state, keys.PARAM_GROUPS: groups}
     if all(group.aliased for group in optimizer.groups):
