@@ -19,9 +19,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
-from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.applied_config import apply_config, check_tested, dump_state
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
+from deepspeed.runtime.config_source import load_source
 from deepspeed.runtime.config_types import torch_dtype
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine, EngineParts
@@ -36,7 +37,6 @@ from deepspeed.runtime.zero.historical import optimizer_class
 from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
-from deepspeed.utils.logging import logger, set_log_level_from_string
 
 
 def build_engine(
@@ -61,10 +61,9 @@ def build_engine(
         )
     mesh = build_mesh(config, mpu, mesh_param)
     parsed = DeepSpeedConfig.parse(config, strict=strict_config(), dp_world_size=mesh.size("dp"))
-    tell_about_config(parsed)
-    configure_checkpointing(parsed, mpu)
+    apply_config(parsed, mesh, mpu)
     device = local_device()
-    precision, report = prepare_module(model, parsed, device)
+    precision, report = prepare_module(model, parsed, device, shares_sequences=mesh.size("sp") > 1)
     names = name_parameters(model)
     group = mesh.group("zero")
     if mesh.size("zero") > 1:
@@ -72,6 +71,8 @@ def build_engine(
         broadcast_module(model, group)
     accumulation = GradAccumulation(parsed.gradient_accumulation_steps or 1, parsed.managed_gradient_accumulation)
     basic = choose_optimizer(parsed, model, optimizer, model_parameters, precision)
+    if basic is not None:
+        check_tested(basic, parsed)
     wrapped = wrap_optimizer(basic, parsed, mesh, precision, names, model, accumulation) if basic is not None else None
     schedule = choose_scheduler(parsed, lr_scheduler, basic)
     loaders = LoaderFactory(parsed, mesh)
@@ -100,6 +101,8 @@ def build_engine(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     summary.announce(engine)
+    if parsed.dump_state:
+        dump_state(engine)
     return engine
 
 
@@ -107,43 +110,45 @@ def build_engine(
 
 
 def build_mesh(config: Any, mpu: Any, mesh_param: Any) -> ParallelMesh:
-    """The mesh of ranks: from an ``mpu`` object, from ``mesh_param`` (dp, sp), from the config, or all-dp."""
+    """The mesh of ranks: from an ``mpu`` object, from ``mesh_param`` (dp, sp), from the config, or all-dp.
+
+    Raises ValueError when the sizes do not multiply to the world, with the equation.
+    """
     if mpu is not None:
         mesh = ParallelMesh.from_mpu(mpu)
     else:
-        sequence = 1
-        if mesh_param is not None:
-            data, sequence = mesh_param
-            found = dist.get_world_size() if dist.is_initialized() else 1
-            if data * sequence != found:
-                raise ValueError(
-                    f"mesh_param=({data}, {sequence}) needs {data * sequence} ranks (data x sequence parallel); "
-                    f"the world has {found}"
-                )
-        elif isinstance(config, dict):
-            sequence = int(config.get("sequence_parallel_size") or 1)
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
-        mesh = ParallelMesh.build(world, rank=rank, sp=sequence)
+        mesh = ParallelMesh.build(world, rank=rank, sp=sequence_size(config, mesh_param, world))
     set_current_mesh(mesh)
     return mesh
 
 
-def tell_about_config(config: DeepSpeedConfig) -> None:
-    """Apply the log level, then name on rank 0 everything that was not taken literally."""
-    if config.log_level:
-        set_log_level_from_string(config.log_level)
-    if dist.get_rank() == 0:
-        for line in config.notes():
-            logger.warning(line)
-        for line in config.adjustments:
-            logger.debug(line)
-
-
-def configure_checkpointing(config: DeepSpeedConfig, mpu: Any) -> None:
-    """Hand an ``activation_checkpointing`` block to ``deepspeed.checkpointing`` unless the program has done so."""
-    if "activation_checkpointing" in config.sections.model_fields_set and not checkpointing.is_configured():
-        checkpointing.configure(mpu, deepspeed_config=config)
+def sequence_size(config: Any, mesh_param: Any, world: int) -> int:
+    """Ranks that share one sequence. A size that is no count is left to the config's own check."""
+    data = load_source(config).data
+    keys = ("data_parallel_size", "sequence_parallel_size")
+    sizes: dict[str, int] = {}
+    for key in keys:
+        size = data.get(key)
+        if isinstance(size, (int, float)) and not isinstance(size, bool) and size >= 1:
+            sizes[key] = int(size)
+    where = " and ".join(sizes)
+    if mesh_param is not None:
+        given = dict(zip(keys, map(int, mesh_param), strict=True))
+        if any(given[key] != size for key, size in sizes.items()):
+            raise ValueError(
+                f"mesh_param={tuple(mesh_param)} (data, sequence parallel) differs from the config: {sizes}"
+            )
+        sizes, where = given, f"mesh_param={tuple(mesh_param)}"
+    sequence = sizes.get("sequence_parallel_size", 1)
+    replicas = sizes.get("data_parallel_size", max(1, world // sequence))
+    if replicas * sequence != world:
+        raise ValueError(
+            f"{where}: {replicas} data-parallel x {sequence} sequence-parallel = {replicas * sequence} ranks; the "
+            f"world has {world}"
+        )
+    return sequence
 
 
 def strict_config() -> bool:
@@ -165,17 +170,20 @@ def local_device() -> torch.device:
 
 
 def prepare_module(
-    model: nn.Module, config: DeepSpeedConfig, device: torch.device
+    model: nn.Module, config: DeepSpeedConfig, device: torch.device, *, shares_sequences: bool = False
 ) -> tuple[PrecisionPolicy, dict[str, list[str]]]:
     """Cast and move ``model`` in place; returns the policy and what was cast."""
-    precision = build_precision(config, model)
+    precision = build_precision(config, model, shares_sequences=shares_sequences)
     report = cast_module(model, precision)
     model.to(device)
     return precision, report
 
 
-def build_precision(config: DeepSpeedConfig, model: nn.Module) -> PrecisionPolicy:
-    """The dtype record. Raises ValueError for a dtype the accelerator cannot compute with."""
+def build_precision(config: DeepSpeedConfig, model: nn.Module, *, shares_sequences: bool = False) -> PrecisionPolicy:
+    """The dtype record; ranks that share sequences reduce in a dtype of their own.
+
+    Raises ValueError for a dtype the accelerator cannot compute with.
+    """
     fp16, bf16, types, autocast = (
         config.float16_config,
         config.bfloat16_config,
@@ -197,7 +205,7 @@ def build_precision(config: DeepSpeedConfig, model: nn.Module) -> PrecisionPolic
         model=dtype,
         master=dtype if low_masters else torch.float32,
         accum=torch_dtype(types.grad_accum_dtype),
-        comm=config.communication_data_type,
+        comm=config.seq_parallel_communication_data_type if shares_sequences else config.communication_data_type,
         buffer=torch_dtype(types.buffer_dtype),
         autocast=autocast_dtype,
         autocast_comm_modules=tuple(DEFAULT_AUTOCAST_MODULES if modules is None else modules),
@@ -315,7 +323,9 @@ def wrap_optimizer(
             dynamic_scaling=dynamic,
             dynamic_loss_args=config.float16_config.dynamic_loss_scale_args() if dynamic else None,
         )
-    bucket = zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else None
+    set_by_user = zero.model_fields_set
+    bucket = zero.reduce_bucket_size if "reduce_bucket_size" in set_by_user else None
+    gather = zero.allgather_bucket_size if "allgather_bucket_size" in set_by_user else None
     safe = (
         {id(p) for p in low_precision_safe_params(model, precision.autocast_comm_modules)}
         if precision.autocast
@@ -323,6 +333,8 @@ def wrap_optimizer(
     )
     options = ZeroOptions(
         bucket_numel=bucket,
+        gather_numel=gather or None,
+        accept_unused=zero.ignore_unused_parameters or not zero.stage,
         overlap=bool(zero.overlap_comm),
         pre_divide=pre_divide(config, world),
         sum_gradients=config.gradient_allreduce_op == "sum",

@@ -45,11 +45,22 @@ _ZERO_STAGES: dict[str, tuple[int, int]] = {
     **dict.fromkeys(_STAGE_3_ONLY, (3, 3)),
     "round_robin_gradients": (1, 2),
     "parameter_alignment": (1, 2),
+    "ignore_unused_parameters": (1, 3),
+    "allgather_bucket_size": (1, 2),
     "elastic_checkpoint": (1, 2),
     "offload_optimizer": (1, 3),
     "zenflow": (1, 3),
 }
 """zero_optimization field -> first and last stage at which something reads it."""
+
+
+_ONE_WAY = {
+    "contiguous_gradients": "gradients always travel in contiguous buckets",
+    "reduce_scatter": "sharded gradients always go to their owner alone",
+    "use_multi_rank_bucket_allreduce": "a bucket always serves all owners at once",
+    "allgather_partitions": "updated weights are always all-gathered",
+}
+"""zero_optimization flag that chooses among ways of the reference -> why false changes nothing here."""
 
 
 def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
@@ -64,6 +75,9 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
             f"{report.written('zero_optimization.' + name)} has no effect: it needs zero_optimization.{needs}, "
             f"the stage in force is {int(zero.stage)}"
         )
+    for name, why in _ONE_WAY.items():
+        if zero.stage and not getattr(zero, name):
+            yield f"zero_optimization.{name} has no effect: {why}"
     if s.gradient_predivide_factor != 1.0 and not s.prescale_gradients:
         yield "gradient_predivide_factor has no effect: it needs prescale_gradients true"
     if s.disable_allgather:
@@ -76,6 +90,14 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
         block = getattr(s, section)
         if getattr(block, flag) and not block.enabled:
             yield f"{section}.{flag} has no effect: it needs {section}.enabled true"
+    if s.bf16.immediate_grad_update:
+        yield "bf16.immediate_grad_update has no effect: gradients are always taken up as backward produces them"
+    if s.optimizer is not None and s.optimizer.legacy_fusion:
+        yield "optimizer.legacy_fusion has no effect: there is one optimizer path for fp16"
+    if s.use_data_before_expert_parallelism:
+        yield "use_data_before_expert_parallelism has no effect: it needs expert parallelism"
+    if "pipeline" in s.model_fields_set:
+        yield "pipeline has no effect: it needs a PipelineModule"
     acts = s.activation_checkpointing
     if acts.contiguous_memory_optimization and not (acts.partition_activations and acts.number_checkpoints):
         yield (

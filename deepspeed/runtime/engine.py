@@ -10,6 +10,7 @@ not know which ZeRO stage or feature is on; ``runtime/build.py`` chose the colla
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from deepspeed.runtime.optimizer_protocol import EngineOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy, cast_floating
 from deepspeed.runtime.summary import describe
 from deepspeed.utils.logging import log_dist
+
+COMPILE_PREFIX = "_orig_mod."  # what torch.compile puts into the names of the modules it wraps
 
 
 @dataclass
@@ -290,12 +293,17 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's state dict; ``exclude_frozen_parameters`` leaves out parameters that do not require grad."""
+        """The module's state dict under names without compile wrappers.
+
+        ``exclude_frozen_parameters`` leaves out parameters that do not require grad.
+        """
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
                     state.pop(prefix + name, None)
+        for name in [name for name in state if COMPILE_PREFIX in name]:
+            state[name.replace(COMPILE_PREFIX, "")] = state.pop(name)
         return state
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -343,11 +351,16 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Load ``checkpoint["module"]`` into the module; masters follow."""
+        """Load ``checkpoint["module"]`` into the module, compiled or not on either side; masters follow."""
         if custom_load_fn is not None:
             custom_load_fn(src=checkpoint["module"], dst=self.module)
         else:
-            self.module.load_state_dict(checkpoint["module"], strict=strict)
+            own = {name.replace(COMPILE_PREFIX, ""): name for name in self.module.state_dict()}
+            renamed = {}
+            for name, value in checkpoint["module"].items():
+                clean = name.replace(COMPILE_PREFIX, "")
+                renamed[own.get(clean, clean)] = value
+            self.module.load_state_dict(renamed, strict=strict)
         if self.optimizer is not None:
             self.optimizer.refresh_fp32_params()
 
@@ -400,6 +413,11 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def summary(self) -> dict[str, Any]:
         """What this run is, as plain data: batch, stage, dtypes, parallel sizes, bytes per rank. See ``summary.py``."""
         return describe(self)
+
+    def collect_python_gc(self) -> None:
+        """Collect cyclic garbage now; does something only under ``disable_python_gc``, where nothing else does it."""
+        if self._config.disable_python_gc:
+            gc.collect()
 
     # ---- life ------------------------------------------------------------------------------------------------------
 

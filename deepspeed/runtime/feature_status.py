@@ -140,6 +140,12 @@ MISSING_FEATURES: tuple[MissingFeature, ...] = (
         "automatic tensor parallelism",
         "use 0",
     ),
+    _row(
+        "pipeline.stages",
+        lambda s: isinstance(s.pipeline.stages, int) and s.pipeline.stages > 1,
+        "pipeline parallelism",
+        'use "auto" or 1',
+    ),
     _switch("expert_parallel", "automatic expert parallelism"),
     _row("compile.deepcompile", lambda s: s.compile.deepcompile, "DeepCompile", "use false; torch.compile works"),
     _row("compile.passes", lambda s: bool(s.compile.passes), "graph passes", "remove it; torch.compile works"),

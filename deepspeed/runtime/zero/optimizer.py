@@ -44,6 +44,8 @@ class ZeroOptions:
     """Values that choose among behaviours. ``bucket_numel`` None: a quarter of the model, at least 2**20 elements."""
 
     bucket_numel: int | None = None
+    gather_numel: int | None = None  # at most this many elements per all-gather (and so per bucket)
+    accept_unused: bool = True  # parameters without gradient on any rank are skipped, not an error
     overlap: bool = False
     pre_divide: float = 1.0
     sum_gradients: bool = False
@@ -54,6 +56,17 @@ class ZeroOptions:
     accumulates: bool = False  # more than one backward per step is expected
     by_rows: frozenset[int] = frozenset()  # id() of embeddings whose gradients travel as touched rows
     comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] = field(default=lambda _: None)
+
+
+class _Owner(weakref.ref["ZeroOptimizer"]):
+    """Stands on each parameter. A pickled or copied parameter has no owner: this comes back as ``NoneType``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type, (None,)
+
+
+class UnusedParameters(AssertionError, RuntimeError):
+    """``ignore_unused_parameters: false`` and a trainable parameter got no gradient on any rank."""
 
 
 class ZeroOptimizer(ZeROOptimizer):
@@ -142,7 +155,7 @@ class ZeroOptimizer(ZeROOptimizer):
         layout = build(
             [(name, param.numel()) for name, param in zip(named, params, strict=True)],
             world,
-            segment_numel=self.options.bucket_numel or max(_MIN_AUTO_BUCKET, -(-total // 4)),
+            segment_numel=self._segment_numel(total),
             param_align=align,
             piece_align=align,
         )
@@ -160,6 +173,12 @@ class ZeroOptimizer(ZeROOptimizer):
         )
         return ShardGroup(spec, layout)
 
+    def _segment_numel(self, total: int) -> int:
+        """Elements per bucket of a group of ``total``; a bucket is also what one all-gather publishes."""
+        wanted = self.options.bucket_numel or max(_MIN_AUTO_BUCKET, -(-total // 4))
+        gather = self.options.gather_numel if self.placement.state_sharded else None
+        return min(wanted, gather) if gather else wanted
+
     def _swap_parameters(self) -> None:
         """Put the leaves where the model's parameters were, in registration order, and carry existing state over."""
         leaves: dict[int, list[tuple[int, nn.Parameter]]] = {}
@@ -176,7 +195,7 @@ class ZeroOptimizer(ZeROOptimizer):
         held = {id(leaf) for base_group in self.optimizer.param_groups for leaf in base_group["params"]}
         for param in [param for param in self.optimizer.state if id(param) not in held]:
             del self.optimizer.state[param]
-        own = weakref.ref(self)
+        own = _Owner(self)
         for group in self.groups:
             for param in group.params:
                 param._ds_zero_owner = own  # type: ignore[attr-defined]
@@ -313,13 +332,16 @@ class ZeroOptimizer(ZeROOptimizer):
         """Update from the gradients of this window. Sets ``norm``, ``overflow`` and ``clip_coefficient``.
 
         On overflow (inf or nan anywhere, when the precision checks for it) nothing is updated and the loss scale is
-        lowered. Raises ValueError for a closure: the gradients of a window cannot be recomputed here.
+        lowered. Raises :class:`UnusedParameters` on all ranks where the options ask for it, and ValueError for a
+        closure: the gradients of a window cannot be recomputed here.
         """
         if closure is not None:
             raise ValueError("optimizer.step(closure) is not supported: run forward and backward before step()")
         self.absorb_edits()
         self.reducer.finish()
         facts = self._facts()
+        if not self.options.accept_unused:
+            self._refuse_unused(facts)
         unscale = self.unscale()
         self.norm = facts.norm * unscale
         self.overflow = self.precision.check_overflow and facts.overflow
@@ -333,6 +355,21 @@ class ZeroOptimizer(ZeROOptimizer):
         self.clear_window()
         self._measure()
         self._windows_measured += 1
+
+    def _refuse_unused(self, facts: BoundaryFacts) -> None:
+        unused = [
+            name
+            for group, flags in zip(self.groups, facts.touched, strict=True)
+            for name, flag in zip(group.names, flags, strict=True)
+            if not flag
+        ]
+        if unused:
+            shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+            raise UnusedParameters(
+                f"{len(unused)} trainable parameters got no gradient on any rank in this window: {shown}. No weight "
+                "was changed. Use them in forward, freeze them (requires_grad=False), or set "
+                "zero_optimization.ignore_unused_parameters to true"
+            )
 
     def _report_overflow(self, facts: BoundaryFacts) -> None:
         where = first_non_finite(self.groups)

@@ -33,12 +33,11 @@ __all__ = [
     "isinstance_namedtuple",
 ]
 
-# Optimizers ZeRO is tested with; a client's optimizer of another class needs `zero_allow_untested_optimizer`.
+# Optimizers admitted under `zero_allow_untested_optimizer: false`: the classes the reference names, and our own.
 _TESTED: tuple[tuple[str, str], ...] = (
     ("torch.optim", "Adam"),
     ("torch.optim", "AdamW"),
     ("torch.optim", "Adagrad"),
-    ("torch.optim", "SGD"),
     ("deepspeed.ops.adam", "FusedAdam"),
     ("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
     ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"),

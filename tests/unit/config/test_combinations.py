@@ -215,6 +215,28 @@ def test_combinations_that_work(config: dict) -> None:
         ),
         ({"aio": {"queue_depth": 4}}, "aio has no effect: no offload section of zero_optimization uses device nvme"),
         ({"disable_allgather": True}, "disable_allgather has no effect: it is kept for old configs"),
+        (
+            zero(stage=0, allgather_bucket_size=8),
+            "zero_optimization.allgather_bucket_size has no effect: it needs zero_optimization.stage 1 to 2, the stage "
+            "in force is 0",
+        ),
+        (
+            zero(stage=2, reduce_scatter=False),
+            "zero_optimization.reduce_scatter has no effect: sharded gradients always go to their owner alone",
+        ),
+        (
+            zero(stage=1, contiguous_gradients=False),
+            "zero_optimization.contiguous_gradients has no effect: gradients always travel in contiguous buckets",
+        ),
+        (
+            {"bf16": {"immediate_grad_update": True}},
+            "bf16.immediate_grad_update has no effect: gradients are always taken up as backward produces them",
+        ),
+        (
+            {"use_data_before_expert_parallelism": True},
+            "use_data_before_expert_parallelism has no effect: it needs expert parallelism",
+        ),
+        ({"pipeline": {"partition": "uniform"}}, "pipeline has no effect: it needs a PipelineModule"),
         ({"vocabulary_size": 50257}, "vocabulary_size: 50257 is no multiple of 8, which tensor cores prefer"),
     ),
 )
@@ -249,6 +271,7 @@ ASKS: dict[str, dict] = {
     "zero_optimization.zero_quantized_gradients": zero(stage=3, zero_quantized_gradients=True),
     "zero_optimization.zeropp_loco_param": zero(stage=3, zeropp_loco_param={"err_beta": 0.8}),
     "zero_optimization.mics_shard_size": zero(stage=3, mics_shard_size=2),
+    "pipeline.stages": {"pipeline": {"stages": 2}},
     "optimizer.type": {"optimizer": {"type": "OneBitAdam"}},
     "optimizer.params.per_head_muon": {"optimizer": {"type": "Muon", "params": {"lr": 1, "per_head_muon": True}}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
