@@ -11,6 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+RANKS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench docs format clean
@@ -27,7 +28,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/.installed-report
-	$(BIN)/deepspeed --num_gpus 2 examples/quickstart/train.py --deepspeed \
+	$(BIN)/deepspeed --num_gpus $(RANKS) examples/quickstart/train.py --deepspeed \
 	    --deepspeed_config examples/quickstart/ds_config.json $(ARGS)
 
 test: $(VENV)/.installed-test

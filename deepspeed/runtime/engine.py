@@ -332,6 +332,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what :meth:`save_checkpoint` wrote; returns ``(path, client_state)``. Collective."""
+        if self.optimizer is not None and self._window_mode is None:
+            self._adopt_unfrozen()  # so that state saved for a parameter unfrozen meanwhile finds its place
         return self.checkpoint.load(
             load_dir,
             tag,
