@@ -9,7 +9,7 @@ import pytest
 from tests.harness.fuzz import failure_of, report, run_recipes
 from tests.harness.fuzz_recipes import Net, Op, Part, Recipe, draw, shrink
 
-SEEDS = range(96)
+SEEDS = range(60)
 
 
 def _by_world_size() -> dict[int, list[Recipe]]:
