@@ -13,7 +13,7 @@ It owns the loss scaler's use, gradient clipping, and the public optimizer metho
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.precision import LOW_PRECISION, PrecisionPolicy
+from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.bucket import Workspace
 from deepspeed.runtime.zero.diagnose import first_non_finite
@@ -524,9 +524,3 @@ class ZeroOptimizer(ZeROOptimizer):
         self.groups = []
         self.reducer = LocalGrads([])
         self.should_reduce, self.on_raw_begin = (lambda: True), (lambda: None)
-
-    def named_low_precision(self) -> Iterable[str]:
-        """Names of parameters held in fp16 or bf16."""
-        for group in self.groups:
-            if group.dtype in LOW_PRECISION:
-                yield from group.names
