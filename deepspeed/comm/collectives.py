@@ -33,7 +33,7 @@ an all-reduce 2M(N-1)/N, a broadcast of M bytes M(N-1)/N on average.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _start(
+def launch(
     works: tuple[Any, ...],
     finish: Callable[[], None] | None,
     facts: GroupFacts,
@@ -84,6 +84,7 @@ def _start(
     tensor: torch.Tensor,
     async_op: bool,
 ) -> Pending:
+    """The handle of works just started, with its finishing step; waited for unless `async_op`."""
     mode = WaitMode.SLICES if facts.blocks_host(tensor.device) else WaitMode.STREAM
     pending = Pending(works, finish, facts, name, what, tensor.nbytes, mode)
     if not async_op:
@@ -117,7 +118,7 @@ def all_reduce(
         return DONE
     if deterministic and op in ("sum", "avg"):
         return _all_reduce_in_rank_order(tensor, group, facts, op, what, async_op, key)
-    announce(facts, "all_reduce", what, tensor.nbytes, _mark(tensor.nbytes, key))
+    announce(facts, "all_reduce", what, tensor.nbytes, call_mark(tensor.nbytes, key))
     pg: Any = group if group is not None else torch_dist.group.WORLD
     finish = None
     if op == "avg" and not facts.knows_average(tensor.device):
@@ -125,7 +126,7 @@ def all_reduce(
         finish = Scale(tensor, 1.0 / facts.size)
     work = pg.allreduce([tensor], options)
     facts.bytes_sent += 2 * tensor.nbytes * (facts.size - 1) // facts.size
-    return _start((work,), finish, facts, "all_reduce", what, tensor, async_op)
+    return launch((work,), finish, facts, "all_reduce", what, tensor, async_op)
 
 
 def reduce_scatter(
@@ -154,11 +155,11 @@ def reduce_scatter(
     Extra memory: half a bucket for two ranks, one bucket (N*k elements) for more, kept for the next call.
     """
     facts = facts_of(group)
-    _check_shard("reduce_scatter", output, input, facts)
+    check_shard("reduce_scatter", output, input, facts.size)
     if facts.size > 1 and output.numel():
-        announce(facts, "reduce_scatter", what, input.nbytes, _mark(input.nbytes, key))
+        announce(facts, "reduce_scatter", what, input.nbytes, call_mark(input.nbytes, key))
     works, finish = start_reduce_scatter(output, input, group, facts, average, accumulate, scale)
-    return _start(works, finish, facts, "reduce_scatter", what, input, async_op) if works else DONE
+    return launch(works, finish, facts, "reduce_scatter", what, input, async_op) if works else DONE
 
 
 def start_reduce_scatter(
@@ -172,7 +173,7 @@ def start_reduce_scatter(
 ) -> tuple[tuple[Any, ...], Callable[[], None] | None]:
     """(works, finishing step) of a reduce-scatter whose arguments have been checked; no works: it is done."""
     if facts.size == 1:
-        factor = _factor(average, scale, 1)
+        factor = total_factor(average, scale, 1)
         if accumulate or factor is not None or output.data_ptr() != input.data_ptr():
             sum_in_rank_order(output, (input,), scale=factor, accumulate=accumulate)
         return (), None
@@ -181,7 +182,7 @@ def start_reduce_scatter(
     pg: Any = group if group is not None else torch_dist.group.WORLD
     facts.bytes_sent += output.numel() * input.element_size() * (facts.size - 1)
     if facts.sums_locally(input.device):
-        return _exchange_and_sum(pg, facts, output, input, _factor(average, scale, facts.size), accumulate)
+        return _exchange_and_sum(pg, facts, output, input, total_factor(average, scale, facts.size), accumulate)
     return _native_reduce_scatter(pg, facts, output, input, average, scale, accumulate)
 
 
@@ -202,13 +203,13 @@ def all_gather(
         key: see `reduce_scatter`.
     """
     facts = facts_of(group)
-    _check_shard("all_gather", input, output, facts)
+    check_shard("all_gather", input, output, facts.size)
     if output.dtype is not input.dtype:
         raise ValueError(f"all_gather: output is {output.dtype}, input is {input.dtype}; they must be equal")
     if facts.size > 1 and input.numel():
-        announce(facts, "all_gather", what, output.nbytes, _mark(output.nbytes, key))
+        announce(facts, "all_gather", what, output.nbytes, call_mark(output.nbytes, key))
     works = start_all_gather(output, input, group, facts)
-    return _start(works, None, facts, "all_gather", what, output, async_op) if works else DONE
+    return launch(works, None, facts, "all_gather", what, output, async_op) if works else DONE
 
 
 def start_all_gather(
@@ -224,7 +225,7 @@ def start_all_gather(
         return ()
     pg: Any = group if group is not None else torch_dist.group.WORLD
     facts.bytes_sent += input.nbytes * (facts.size - 1)
-    return (pg._allgather_base(output, input),) if native else _gather_pieces(pg, facts, output, numel)
+    return (pg._allgather_base(output, input),) if native else gather_pieces(pg, facts, output.split(numel))
 
 
 def broadcast(
@@ -243,10 +244,10 @@ def broadcast(
     if facts.size == 1 or tensor.numel() == 0:
         return DONE
     pg: Any = group if group is not None else torch_dist.group.WORLD
-    announce(facts, "broadcast", what, tensor.nbytes, _mark(tensor.nbytes, key) + src_rank_in_group)
+    announce(facts, "broadcast", what, tensor.nbytes, call_mark(tensor.nbytes, key) + src_rank_in_group)
     work = pg.broadcast(tensor, src_rank_in_group)
     facts.bytes_sent += tensor.nbytes * (facts.size - 1) // facts.size
-    return _start((work,), None, facts, "broadcast", what, tensor, async_op)
+    return launch((work,), None, facts, "broadcast", what, tensor, async_op)
 
 
 def all_to_all(
@@ -268,7 +269,7 @@ def all_to_all(
     announce(facts, "all_to_all", what, input.nbytes, 0)  # sizes may differ between ranks
     work = pg.alltoall_base(output, input, output_splits or [], input_splits or [])
     facts.bytes_sent += input.nbytes * (facts.size - 1) // facts.size
-    return _start((work,), None, facts, "all_to_all", what, input, async_op)
+    return launch((work,), None, facts, "all_to_all", what, input, async_op)
 
 
 def barrier(group: Group | None = None, *, what: What = "") -> None:
@@ -331,7 +332,7 @@ def _native_reduce_scatter(
         options.reduceOp = torch_dist.ReduceOp.AVG
     else:
         options.reduceOp = torch_dist.ReduceOp.SUM
-        factor = _factor(average, scale, facts.size)
+        factor = total_factor(average, scale, facts.size)
     if output.dtype is input.dtype and not accumulate:
         work = pg._reduce_scatter_base(output, input, options)
         return (work,), None if factor is None else Scale(output, factor)
@@ -340,13 +341,13 @@ def _native_reduce_scatter(
     return (work,), LandShard(output, shard, factor, accumulate, facts)
 
 
-def _gather_pieces(pg: Any, facts: GroupFacts, tensor: torch.Tensor, numel: int) -> tuple[Any, ...]:
-    """Make `tensor` whole on all ranks where rank r holds piece r of `numel` elements, in place."""
+def gather_pieces(pg: Any, facts: GroupFacts, pieces: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Fill `pieces` on all ranks where rank r holds piece r, in place: the works, for backends with host tensors."""
     if facts.size == 2:
-        mine, theirs = (tensor[:numel], tensor[numel:]) if facts.rank == 0 else (tensor[numel:], tensor[:numel])
-        splits = facts.peer_splits(numel)
+        mine, theirs = pieces[facts.rank], pieces[1 - facts.rank]
+        splits = facts.peer_splits(mine.numel())
         return (pg.alltoall_base(theirs, mine, splits, splits),)
-    return tuple(pg.broadcast(tensor[rank * numel : (rank + 1) * numel], rank) for rank in range(facts.size))
+    return tuple(pg.broadcast(piece, rank) for rank, piece in enumerate(pieces))
 
 
 def _all_reduce_in_rank_order(
@@ -374,25 +375,27 @@ def _all_reduce_in_rank_order(
             tensor.copy_(flat[:numel])
             facts.give_buffer(padded)
 
-    return _start((), finish, facts, "all_reduce", what, tensor, async_op)
+    return launch((), finish, facts, "all_reduce", what, tensor, async_op)
 
 
-def _mark(nbytes: int, key: int) -> int:
+def call_mark(nbytes: int, key: int) -> int:
     """What has to be equal on all ranks, as one number (the multiplier spreads keys over the bits of sizes)."""
     return nbytes ^ (key * 0x9E3779B1 & 0xFFFFFFFF)
 
 
-def _factor(average: bool, scale: float | None, size: int) -> float | None:
+def total_factor(average: bool, scale: float | None, size: int) -> float | None:
+    """The one factor on a sum over `size` ranks; None for 1."""
     if average and size > 1:
         return (scale if scale is not None else 1.0) / size
     return None if scale == 1.0 else scale
 
 
-def _check_shard(name: str, shard: torch.Tensor, full: torch.Tensor, facts: GroupFacts) -> None:
-    if full.numel() != shard.numel() * facts.size or shard.dim() != 1 or full.dim() != 1:
+def check_shard(name: str, shard: torch.Tensor, full: torch.Tensor, size: int) -> None:
+    """Raise ValueError unless `full` is flat and contiguous and holds `size` times the elements of `shard`."""
+    if full.numel() != shard.numel() * size or shard.dim() != 1 or full.dim() != 1:
         raise ValueError(
-            f"{name}: the full tensor must be flat with {facts.size} (ranks) x {shard.numel()} (elements of the shard) "
-            f"= {shard.numel() * facts.size} elements; found shapes {tuple(full.shape)} and {tuple(shard.shape)}"
+            f"{name}: the full tensor must be flat with {size} (ranks) x {shard.numel()} (elements of the shard) "
+            f"= {shard.numel() * size} elements; found shapes {tuple(full.shape)} and {tuple(shard.shape)}"
         )
     if not (full.is_contiguous() and shard.is_contiguous()):
         raise ValueError(f"{name}: both tensors must be contiguous")
