@@ -10,7 +10,9 @@ Axes:
     dp, sp, tp, pp   data, sequence, tensor, pipeline parallel
     zero             dp x sp: the ranks that hold the same parameters, over which ZeRO shards
     mp               pp x tp: the ranks that hold one copy of the model
-    hpz, hpz_outer   neighbours of `zero` that hold a secondary copy together, and their peers
+    zero_inner       blocks of neighbours of `zero`, and
+    zero_outer       the ranks at the same place of all blocks; several sizes: `group("zero_inner", inner=4)`
+    hpz, hpz_outer   the same two for the blocks that hold a secondary copy of the parameters
     ep, edp          experts, and the ranks that hold the same expert; several sizes: `group("ep", ep_size=4)`
     world            all ranks
 """
@@ -28,12 +30,14 @@ import torch.distributed as torch_dist
 from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.comm.activity import format_ranks
 from deepspeed.comm.group_facts import Group, forget, group_timeout
+from deepspeed.comm.levels import Levels
 from deepspeed.comm.pending import blocking
 from deepspeed.comm.rank_grid import RankGrid, split_line
 
 __all__ = ["ParallelMesh", "current_mesh", "device_mesh", "set_current_mesh"]
 
 _FOLDED = {"zero": ("dp", "sp"), "mp": ("pp", "tp")}
+_ZERO_LEVELS = ("zero_inner", "zero_outer")
 # Order in which a mesh makes its groups, equal on all ranks.
 _GROUP_ORDER = ("tp", "sp", "dp", "zero", "mp", "pp")
 
@@ -61,7 +65,9 @@ class ParallelMesh:
         self._lines: dict[str, tuple[int, ...]] = {"world": tuple(range(world_size)), **lines}
         self._groups: dict[tuple[int, ...], Group] = dict(groups or {})
         self._made: list[Group] = []
+        self._separate: dict[tuple[str, str], Group] = {}
         self._ep_sizes: list[int] = []
+        self._inner_sizes: list[int] = []
         world = torch_dist.group.WORLD if torch_dist.is_initialized() else None
         self._default_group: weakref.ref[Any] | None = None if world is None else weakref.ref(world)
         self._make_groups(self._lines[axis] for axis in _GROUP_ORDER if axis in self._lines)
@@ -138,40 +144,60 @@ class ParallelMesh:
 
     # Questions
 
-    def size(self, axis: str, *, ep_size: int | None = None) -> int:
+    def size(self, axis: str, *, ep_size: int | None = None, inner: int | None = None) -> int:
         """Number of ranks along the axis."""
         override = self.size_overrides.get(axis)
-        return override if override is not None else len(self.ranks(axis, ep_size=ep_size))
+        return override if override is not None else len(self.ranks(axis, ep_size=ep_size, inner=inner))
 
-    def rank(self, axis: str, *, ep_size: int | None = None) -> int:
+    def rank(self, axis: str, *, ep_size: int | None = None, inner: int | None = None) -> int:
         """Position of this rank along the axis."""
         override = self.position_overrides.get(axis)
-        return override if override is not None else self.ranks(axis, ep_size=ep_size).index(self.global_rank)
+        if override is not None:
+            return override
+        return self.ranks(axis, ep_size=ep_size, inner=inner).index(self.global_rank)
 
-    def ranks(self, axis: str, *, ep_size: int | None = None) -> tuple[int, ...]:
+    def ranks(self, axis: str, *, ep_size: int | None = None, inner: int | None = None) -> tuple[int, ...]:
         """Ranks of the job in this rank's group along the axis."""
-        key = self._key(axis, ep_size)
+        key = self._key(axis, ep_size, inner)
         line = self._lines.get(key)
         if line is None:
             if axis in ("ep", "edp") and ep_size is not None:
                 raise ValueError(f"no experts of ep_size={ep_size}; sizes in use: {self.ep_sizes or 'none'}")
+            if axis in _ZERO_LEVELS:
+                known = tuple(self._inner_sizes) or "none"
+                raise ValueError(f"no blocks of inner={inner} in zero; sizes in use: {known}; see add_zero_levels")
             valid = ", ".join(sorted({name.split("_of_")[0] for name in self._lines}))
             raise ValueError(f"unknown axis {axis!r}; this mesh has {valid}")
         return line
 
-    def group(self, axis: str, *, ep_size: int | None = None) -> Group:
+    def group(self, axis: str, *, ep_size: int | None = None, inner: int | None = None) -> Group:
         """Process group of this rank along the axis; None (the default group) in a world without torch.distributed."""
-        ranks = self.ranks(axis, ep_size=ep_size)
-        group = self._groups.get(ranks)
-        if group is None:
-            if not torch_dist.is_initialized():
-                return None
-            group = self._make_group(ranks)
-        return group
+        return self._group_of(self.ranks(axis, ep_size=ep_size, inner=inner))
 
-    def has(self, axis: str, *, ep_size: int | None = None) -> bool:
+    def separate_group(self, axis: str, purpose: str) -> Group:
+        """Another group of the same ranks, for collectives whose order is independent of those on `group(axis)`.
+
+        One per axis and purpose; all ranks of the axis must ask for it at the same point.
+        """
+        ranks = self.ranks(axis)
+        if not torch_dist.is_initialized() or len(ranks) == 1:
+            return self.group(axis)
+        key = (axis, purpose)
+        if key not in self._separate:
+            with blocking("new_group", lambda: format_ranks(sorted(ranks))):
+                group = torch_dist.new_group(
+                    list(ranks),
+                    timeout=group_timeout(torch_dist.group.WORLD),
+                    use_local_synchronization=True,
+                    group_desc=purpose,
+                )
+            self._made.append(group)
+            self._separate[key] = group
+        return self._separate[key]
+
+    def has(self, axis: str, *, ep_size: int | None = None, inner: int | None = None) -> bool:
         """Whether the mesh knows the axis."""
-        return self._key(axis, ep_size) in self._lines
+        return self._key(axis, ep_size, inner) in self._lines
 
     @property
     def ep_sizes(self) -> tuple[int, ...]:
@@ -211,15 +237,42 @@ class ParallelMesh:
 
     def add_hpz(self, size: int) -> None:
         """Add axes "hpz" (neighbours along zero, `size` ranks) and "hpz_outer"."""
-        zero = self.ranks("zero")
-        if size < 1 or len(zero) % size:
-            raise ValueError(f"zero_hpz_partition_size={size} does not divide the {len(zero)} ranks ZeRO shards over")
-        inner, outer = split_line(zero, zero.index(self.global_rank), size)
+        inner, outer = self._cut_zero(size, "zero_hpz_partition_size")
         if self._lines.get("hpz", inner) != inner:
             raise ValueError(f"this mesh already has hpz groups of {len(self._lines['hpz'])} ranks, not {size}")
         self._lines["hpz"] = inner
         self._lines["hpz_outer"] = outer
         self._make_groups((inner, outer))
+
+    def add_zero_levels(self, inner: int) -> None:
+        """Add axes "zero_inner" (blocks of `inner` neighbours along zero) and "zero_outer" (same place in all blocks).
+
+        Raises:
+            ValueError: `inner` does not divide the ranks of zero.
+        """
+        if inner in self._inner_sizes:
+            return
+        near, far = self._cut_zero(inner, "inner")
+        self._inner_sizes.append(inner)
+        self._lines[f"zero_inner_of_{inner}"] = near
+        self._lines[f"zero_outer_of_{inner}"] = far
+        self._make_groups((near, far))
+
+    def levels(self, inner: int, *, within: int | None = None) -> Levels:
+        """Groups for two-hop collectives over zero, cut into blocks of `inner` ranks. All ranks must call.
+
+        Args:
+            within: the two levels of this rank's block of `within` neighbours instead of all of zero: a shard group
+                of MiCS that spans several nodes.
+        """
+        self.add_zero_levels(inner)
+        near, far = self.ranks("zero_inner", inner=inner), self.ranks("zero_outer", inner=inner)
+        if within is not None:
+            block, _ = self._cut_zero(within, "within")
+            if within % inner:
+                raise ValueError(f"blocks of {within} ranks cannot be cut into blocks of inner={inner}")
+            far = tuple(rank for rank in far if rank in block)
+        return Levels(self._group_of(near), self._group_of(far))
 
     def device_mesh(self, *axes: str) -> Any:
         """torch `DeviceMesh` over the sub-grid of this rank, for DTensor and compile users; uses this mesh's groups."""
@@ -233,6 +286,7 @@ class ParallelMesh:
         """Destroy the groups this mesh has made. Idempotent; the mesh must not be used afterwards."""
         made, self._made = self._made, []
         self._groups.clear()
+        self._separate.clear()
         for group in made:
             forget(group)
             if torch_dist.is_initialized() and group in torch_dist.distributed_c10d._world.pg_map:
@@ -240,7 +294,29 @@ class ParallelMesh:
 
     # Groups
 
-    def _key(self, axis: str, ep_size: int | None) -> str:
+    def _cut_zero(self, inner: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(this rank's block of `inner` neighbours in zero, the ranks at its place of all blocks)."""
+        zero = self.ranks("zero")
+        count = len(zero)
+        if inner < 1 or count % inner:
+            equation = f"; {count} = {count // inner} x {inner} + {count % inner}" if inner > 0 else ""
+            raise ValueError(
+                f"{name}={inner} does not divide the {count} ranks ZeRO shards over "
+                f"(dp {len(self.ranks('dp'))} x sp {len(self.ranks('sp'))}){equation}"
+            )
+        return split_line(zero, zero.index(self.global_rank), inner)
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Group:
+        group = self._groups.get(ranks)
+        if group is None and torch_dist.is_initialized():
+            group = self._make_group(ranks)
+        return group
+
+    def _key(self, axis: str, ep_size: int | None, inner: int | None) -> str:
+        if axis in _ZERO_LEVELS:
+            if inner is None and len(self._inner_sizes) > 1:
+                raise ValueError(f"axis {axis!r} has the sizes {tuple(self._inner_sizes)}: say which, as inner=...")
+            return f"{axis}_of_{inner if inner is not None or not self._inner_sizes else self._inner_sizes[0]}"
         if axis not in ("ep", "edp"):
             return axis
         if ep_size is None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import collectives
 from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
@@ -33,10 +34,17 @@ from deepspeed.runtime.precision import PrecisionPolicy, cast_module, low_precis
 from deepspeed.runtime.precision_config import DEFAULT_AUTOCAST_MODULES
 from deepspeed.runtime.replicas import agree_on_model, broadcast_module
 from deepspeed.runtime.watchers import default_callbacks
+from deepspeed.runtime.zero.block_cut import CutOptions
+from deepspeed.runtime.zero.gather import GatherOptions
 from deepspeed.runtime.zero.historical import optimizer_class
 from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
+from deepspeed.runtime.zero.sharded_module import ShardedModule
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+
+AUTO_BLOCK = 1 << 20  # elements: parameters that may stay gathered are moved in blocks of at least these
+GATHERED_SHARE = 8  # of the free memory, the part that gathered parameters may take when the config does not say
 
 
 def build_engine(
@@ -73,7 +81,15 @@ def build_engine(
     basic = choose_optimizer(parsed, model, optimizer, model_parameters, precision)
     if basic is not None:
         check_tested(basic, parsed)
-    wrapped = wrap_optimizer(basic, parsed, mesh, precision, names, model, accumulation) if basic is not None else None
+    sharded = shard_module(model, parsed, mesh, names, device)
+    wrapped = (
+        wrap_optimizer(basic, parsed, mesh, precision, names, model, accumulation, sharded)
+        if basic is not None
+        else None
+    )
+    if sharded is not None:
+        sharded.shard_rest()
+        sharded.install_hooks()
     schedule = choose_scheduler(parsed, lr_scheduler, basic)
     loaders = LoaderFactory(parsed, mesh)
     engine = DeepSpeedEngine(
@@ -85,6 +101,7 @@ def build_engine(
             accumulation=accumulation,
             device=device,
             param_names=names,
+            sharded_module=sharded,
             optimizer=wrapped,
             basic_optimizer=basic,
             lr_scheduler=schedule,
@@ -263,7 +280,7 @@ def choose_optimizer(
         )
     section = config.optimizer
     if section is None or section.type is None:
-        if config.zero_config.stage:
+        if config.zero_config.stage in (1, 2):
             raise ValueError(
                 f"zero_optimization.stage={int(config.zero_config.stage)} shards optimizer state, but there is no "
                 "optimizer: pass optimizer= to deepspeed.initialize or add an `optimizer` block to the config"
@@ -300,6 +317,55 @@ def param_groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]
     return [{"params": listed}]
 
 
+def shard_module(
+    model: nn.Module, config: DeepSpeedConfig, mesh: ParallelMesh, names: dict[int, str], device: torch.device
+) -> ShardedModule | None:
+    """Who shards and gathers the parameters at stage 3; None where every rank keeps them whole."""
+    zero = config.zero_config
+    world = mesh.size("zero")
+    if not Placement.for_stage(int(zero.stage), world).parameter_sharded:
+        return None
+    apply_zero_leaf_module_config(model, zero.leaf_module)
+    total = sum(param.numel() for param in model.parameters())
+    width = max((param.element_size() for param in model.parameters()), default=4)
+    max_live = zero.max_live_parameters
+    if "max_live_parameters" not in zero.model_fields_set:
+        max_live = min(max_live, agreed_budget(device, mesh.group("zero")) // width)
+    set_by_user = "reduce_bucket_size" in zero.model_fields_set
+    fits = total <= max_live
+    target = zero.reduce_bucket_size if set_by_user else max(AUTO_BLOCK, -(-total // 4)) if fits else None
+    return ShardedModule(
+        model,
+        process_group=mesh.separate_group("zero", "gather"),
+        rank=mesh.rank("zero"),
+        world=world,
+        names=names,
+        gather=GatherOptions(
+            max_live=max_live,
+            max_reuse=zero.max_reuse_distance,
+            prefetch=zero.prefetch_bucket_size,
+            overlap=bool(zero.overlap_comm),
+        ),
+        cut_options=CutOptions(
+            target=target,
+            split_atoms=set_by_user,
+            persistent=zero.param_persistence_threshold,
+            max_persistent=zero.model_persistence_threshold,
+            granularity=zero.module_granularity_threshold,
+        ),
+    )
+
+
+def agreed_budget(device: torch.device, group: Any) -> int:
+    """Bytes of gathered parameters every rank can afford: a share of the free memory of the rank that has least."""
+    free = get_accelerator().available_memory()
+    if device.type == "cpu":
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    least = torch.tensor([float(free)], dtype=torch.float64).to(device)
+    collectives.all_reduce(least, group, op="min", what="free memory of the ranks").wait()
+    return int(least.item()) // GATHERED_SHARE
+
+
 def wrap_optimizer(
     basic: torch.optim.Optimizer,
     config: DeepSpeedConfig,
@@ -308,6 +374,7 @@ def wrap_optimizer(
     names: dict[int, str],
     model: nn.Module,
     accumulation: GradAccumulation,
+    sharded: ShardedModule | None,
 ) -> ZeroOptimizer:
     """``basic`` inside the ZeRO core, with the placement of the configured stage."""
     zero = config.zero_config
@@ -356,6 +423,7 @@ def wrap_optimizer(
         world=world,
         options=options,
         scaler=scaler,
+        sharding=sharded,
     )
 
 

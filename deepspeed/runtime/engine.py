@@ -41,6 +41,7 @@ class EngineParts:
     accumulation: GradAccumulation
     device: torch.device
     param_names: dict[int, str]
+    sharded_module: Any = None  # who gathers the parameters at stage 3
     optimizer: Any = None
     basic_optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: Any = None
@@ -66,6 +67,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.precision = parts.precision
         self.accumulation = parts.accumulation
         self.device = parts.device
+        self.sharded_module: Any = parts.sharded_module
         self.optimizer: Any = parts.optimizer
         self.basic_optimizer = parts.basic_optimizer
         self.lr_scheduler = parts.lr_scheduler
@@ -433,5 +435,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.callbacks.fire("on_destroy", self)
         if self.optimizer is not None:
             self.optimizer.destroy()
+        if self.sharded_module is not None:
+            self.sharded_module.destroy()
+        self.sharded_module = None
         self.optimizer = self.basic_optimizer = self.lr_scheduler = self.checkpoint = None
         self._watch_outputs = False

@@ -67,7 +67,6 @@ def _switch(path: str, what: str, key: str = "enabled") -> MissingFeature:
 
 
 MISSING_FEATURES: tuple[MissingFeature, ...] = (
-    _row("zero_optimization.stage", _stage3(lambda zero: True), "sharding of weights", "use stage 0, 1 or 2"),
     _row(
         "zero_optimization.offload_optimizer.device",
         lambda s: _zero(s).stage >= 1 and _offloads(_zero(s).offload_optimizer),

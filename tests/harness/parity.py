@@ -177,11 +177,13 @@ def run_engine(case: Case) -> list[StepRecord]:
 
 def record_step(engine: Any, losses: list[float], state_keys: Sequence[str]) -> StepRecord:
     """What this rank sees after a step. Collective: sharded tensors are gathered."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     weights, masters, states = {}, {}, {}
     for name, param in engine.module.named_parameters():
-        weights[name] = param.detach().clone()
+        with GatheredParameters(param):
+            weights[name] = param.detach().clone()
         if not param.requires_grad:
             continue
         full = safe_get_full_fp32_param(param)

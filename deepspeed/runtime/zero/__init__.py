@@ -13,20 +13,26 @@ if TYPE_CHECKING:
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
     )
+    from deepspeed.runtime.zero.partition_parameters import (
+        GatheredParameters,
+        ZeroParamStatus,
+        register_external_parameter,
+        unregister_external_parameter,
+    )
 
 _NAMES = {
     "DeepSpeedZeroConfig": "deepspeed.runtime.zero.config",
     "ZeroStageEnum": "deepspeed.runtime.zero.config",
+    "GatheredParameters": "deepspeed.runtime.zero.partition_parameters",
+    "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters",
+    "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
+    "unregister_external_parameter": "deepspeed.runtime.zero.partition_parameters",
     "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory_estimators",
     "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory_estimators",
     "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory_estimators",
 }
 _PLANNED = (
     "Init",
-    "GatheredParameters",
-    "register_external_parameter",
-    "unregister_external_parameter",
-    "ZeroParamStatus",
     "ZeroParamType",
     "TiledLinear",
     "TiledLinearReturnBias",

@@ -1,40 +1,311 @@
-"""Publishing: every rank's updated piece of the flat parameter buffer goes to all ranks.
+"""``ParamGatherer``: which blocks of parameters are gathered, when, and when they are let go of.
 
-One all-gather per segment, in place: a rank's input is its own piece of the output. Segments are published as soon
-as their masters are cast, so with asynchronous work handles the wire runs under the update of the next segment.
+Sharded parameters are paged: the first use of one (a module's forward hook, a torch function that meets it, autograd
+unpacking it in backward) *fetches* its block. Then the policy runs:
+
+    keep      while all gathered elements fit ``max_live``, blocks stay until their values change. Above it the least
+              recently used go first, and blocks whose next use is farther than ``max_reuse`` go at once.
+    prefetch  the blocks that the last window used next are launched, up to ``prefetch`` elements in flight.
+
+Invariants:
+- Which blocks are fetched, prefetched and released follows from the order of uses and the options alone, so ranks that
+  do the same work issue the same collectives. Nothing here looks at this rank's memory or clock.
+- Releasing is always safe (see ``param_block.py``), so every decision may be wrong without changing a number.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from deepspeed.comm import collectives
+import torch
+
+from deepspeed.runtime.zero.fetch_trace import NEVER, FetchTrace
 from deepspeed.runtime.zero.layout import Segment
-from deepspeed.runtime.zero.shard_group import ShardGroup
+from deepspeed.runtime.zero.param_block import ParamBlock
+from deepspeed.runtime.zero.saved_tensors import keep_sharded
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.shard_group import ShardGroup
 
 
-class ParamPublisher:
-    """All-gathers updated parameters over ``process_group``; ``overlap`` leaves collectives in flight."""
+@dataclass(frozen=True)
+class GatherOptions:
+    """Sizes in elements. ``max_live``: gathered at once; ``max_reuse``: distance to the next use above which a block
+    is released after use; ``prefetch``: in flight ahead of use (0: no prefetch). ``overlap``: the gathers of blocks
+    that stay gathered over a step run under the update of the next ones."""
 
-    def __init__(self, process_group: Any, *, overlap: bool) -> None:
-        self.process_group = process_group
-        self.overlap = overlap
-        self._in_flight: list[collectives.Pending] = []
+    max_live: int = 1_000_000_000
+    max_reuse: int = 1_000_000_000
+    prefetch: int = 50_000_000
+    overlap: bool = True
+
+
+class ParamGatherer:
+    """Fetches and releases the blocks added to it."""
+
+    def __init__(self, options: GatherOptions | None = None) -> None:
+        self.options = options or GatherOptions()
+        self.blocks: list[ParamBlock] = []
+        self.sizes: list[int] = []
+        self.trace = FetchTrace(self.sizes)
+        self.depth = 0  # forwards of the whole module under way
+        self.tracked = 0  # of these, the ones whose graph goes through our saved-tensor hooks
+        self.fetches = self.prefetches = 0  # collectives started, for counters
+        self._live: OrderedDict[int, ParamBlock] = OrderedDict()  # gathered or in flight, least recently used first
+        self._live_numel = 0
+        self._current: ParamBlock | None = None
+        self._refreshing: list[Any] = []
+        self._held_in_backward: list[ParamBlock] = []
+
+    def add(self, block: ParamBlock) -> None:
+        """Take charge of a released block."""
+        block.owner = self
+        self.blocks.append(block)
+        self.sizes.append(block.numel)
+
+    # ---- uses ------------------------------------------------------------------------------------------------------
+
+    def fetch(self, block: ParamBlock) -> None:
+        """Bind the parameters of ``block`` to their values. Collective unless they are here."""
+        if block is self._current and block.bound:
+            return
+        self.fetch_buffer(block)
+        block.bind()
+        if not self.tracked and torch.is_grad_enabled():
+            self._hold(block)
+
+    def fetch_many(self, blocks: Sequence[ParamBlock]) -> None:
+        """Bind the parameters of all ``blocks``; none of them makes room for another. Collective."""
+        if len(blocks) == 1:
+            self.fetch(blocks[0])
+            return
+        with contextlib.ExitStack() as pins:
+            for block in blocks:
+                pins.enter_context(block.pinned())
+                self.fetch(block)
+
+    def fetch_buffer(self, block: ParamBlock) -> torch.Tensor:
+        """The full buffer of ``block``, for backward; parameters stay as they are. Collective unless it is here."""
+        if block is not self._current:
+            self._current = block
+            self.trace.use(block.index)
+        if block.full is None:
+            self._make_room(block)
+            self._launch(block)
+            self.fetches += 1
+        self._live.move_to_end(block.index)
+        full = block.arrive()
+        self._make_room(block)
+        self._prefetch()
+        return full
+
+    def _hold(self, block: ParamBlock) -> None:
+        """A graph is being built that our saved-tensor hooks do not see: its memory must stay what it is."""
+        if not block.held and torch._C._current_graph_task_id() != -1:
+            self._held_in_backward.append(block)  # recomputed and used up inside this backward
+        block.held = True
+
+    def fetch_all(self, blocks: Iterable[ParamBlock]) -> None:
+        """Make several blocks available at once, whatever they need in memory; pin them first to keep them."""
+        wanted = list(blocks)
+        for block in wanted:
+            if block.full is None:
+                self._launch(block)
+                self.fetches += 1
+        for block in wanted:
+            block.bind()
+
+    def may_gather(self) -> bool:
+        """Whether a use of a parameter here may be taken for one that every rank makes."""
+        return self.in_training() or torch.is_grad_enabled()
+
+    def in_training(self) -> bool:
+        """Inside a forward of the module or inside a backward: every rank does the same."""
+        return self.depth > 0 or torch._C._current_graph_task_id() != -1
+
+    @contextlib.contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """Around a forward of the module: parameters may be gathered, and graphs do not keep them gathered."""
+        self.depth += 1
+        try:
+            if torch.is_grad_enabled():
+                with self.tracking():
+                    yield
+            else:
+                yield
+        finally:
+            self.depth -= 1
+            if self.depth == 0:
+                self._leave()
+
+    def _leave(self) -> None:
+        """Out of the module: what may be released before backward is hidden, so that uses outside are noticed."""
+        if self._keeps_everything():
+            return
+        for block in self._live.values():
+            if block.bound and not block.pins and not block.held:
+                block.conceal()
+
+    def _keeps_everything(self) -> bool:
+        """No block is released before its values change, whatever is used."""
+        total = sum(self.sizes)
+        return total <= self.options.max_live and total <= self.options.max_reuse
+
+    @contextlib.contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Graphs built inside find sharded parameters again when backward needs them."""
+        self.tracked += 1
+        try:
+            with keep_sharded():
+                yield
+        finally:
+            self.tracked -= 1
+
+    # ---- policy ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, block: ParamBlock) -> None:
+        block.launch()
+        self._live[block.index] = block
+        self._live_numel += block.numel
+
+    def _make_room(self, needed: ParamBlock) -> None:
+        """Release what the options do not let stay beside ``needed`` and what is in flight."""
+        options = self.options
+        coming = 0 if needed.full is not None else needed.numel
+        over = self._live_numel + coming > options.max_live
+        if not over and options.max_reuse >= self._live_numel:
+            return
+        for block in list(self._live.values()):
+            if block is needed or block.pins or block.held or block.persistent or block.pending is not None:
+                continue
+            if self._live_numel + coming <= options.max_live and self._stays(block):
+                continue
+            self._release(block)
+
+    def _stays(self, block: ParamBlock) -> bool:
+        distance = self.trace.distance(block.index)
+        return distance == NEVER or distance <= self.options.max_reuse
+
+    def _prefetch(self) -> None:
+        room = self.options.prefetch
+        if not room:
+            return
+        room -= sum(block.numel for block in self._live.values() if block.pending is not None)
+        for index in self.trace.upcoming():
+            block = self.blocks[index]
+            if block.full is not None:
+                if block.pending is None and block is not self._current:
+                    return  # already here: what follows it is its own prefetch's matter
+                continue
+            if block.numel > room:
+                return
+            room -= block.numel
+            self._launch(block)
+            self.prefetches += 1
+
+    def _release(self, block: ParamBlock, *, drop_edits: bool = False) -> None:
+        block.release(drop_edits=drop_edits)
+        self.dropped(block)
+        if block is self._current:
+            self._current = None
+
+    def release(self, blocks: Iterable[ParamBlock], *, drop_edits: bool = False) -> None:
+        """Release these blocks, as far as nobody has pinned them and no untracked graph may need them."""
+        for block in list(blocks):
+            if block.pins or block.full is None:
+                continue
+            if block.held:
+                block.conceal()
+            else:
+                self._release(block, drop_edits=drop_edits)
+
+    def release_all(self) -> None:
+        """Release every block that :meth:`release` may."""
+        self.release(self._live.values())
+
+    def dropped(self, block: ParamBlock) -> None:
+        """``block`` lets go of its buffer by itself."""
+        if self._live.pop(block.index, None) is not None:
+            self._live_numel -= block.numel
+
+    # ---- changes of the values -------------------------------------------------------------------------------------
+
+    def absorb_edits(self) -> None:
+        """Shards (and through them masters) take in-place edits of gathered weights."""
+        for block in self._live.values():
+            block.absorb()
+
+    def publish(self, block: ParamBlock) -> None:
+        """The shards of ``block`` have new values. Collective where it is gathered."""
+        if block.full is None:
+            block.generation += 1
+            return
+        if block.pending is not None:  # prefetched for nothing: the values are old
+            block.arrive()
+        pending = block.refresh(async_op=self.options.overlap)
+        if self.options.overlap:
+            self._refreshing.append(pending)
+
+    def finish_refresh(self) -> None:
+        """Wait for gathers that :meth:`publish` has started."""
+        pending, self._refreshing = self._refreshing, []
+        for one in pending:
+            one.wait()
+
+    def forget(self, block: ParamBlock) -> None:
+        """``block`` has lost parameters; without any left it holds nothing."""
+        if not block.places:
+            self.dropped(block)
+            block.drop()
+            self._current = None
+
+    def end_window(self) -> None:
+        """An optimizer step is done: graphs of before are no longer valid, the next window begins."""
+        self.trace.end_window()
+        for block in self._live.values():
+            block.held = False
+        self._current = None
+
+    def end_backward(self) -> None:
+        """A backward is done: what it recomputed outside our hooks is used up."""
+        for block in self._held_in_backward:
+            block.held = False
+        self._held_in_backward.clear()
+
+    # ---- looking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def live_numel(self) -> int:
+        """Elements gathered or in flight now."""
+        return self._live_numel
+
+    def live_bytes(self) -> int:
+        """Bytes of full buffers on this rank now."""
+        return sum(block.full.nbytes for block in self._live.values() if block.full is not None)
+
+    def destroy(self, *, whole: bool) -> None:
+        """Give every parameter back: whole (collective), or empty."""
+        self.finish_refresh()
+        for block in self.blocks:
+            block.dissolve(whole=whole)
+        self.blocks, self._live, self._current = [], OrderedDict(), None
+        self.sizes.clear()
+        self._live_numel = 0
+
+
+class ShardPublisher:
+    """What the stepper publishes through when parameters are sharded: only blocks that are gathered move."""
+
+    def __init__(self, gatherer: ParamGatherer) -> None:
+        self.gatherer = gatherer
 
     def publish(self, group: ShardGroup, segment: Segment) -> None:
-        def what() -> str:
-            names = [group.names[index] for index, *_ in group.layout.slots_in(segment)]
-            return f"updated parameters of optimizer group {group.group_index}: {names[0]} ... {names[-1]}"
-
-        pending = collectives.all_gather(
-            group.model_segment(segment), group.model_piece(segment), self.process_group,
-            what=what, async_op=self.overlap, key=segment.index + 1,
-        )  # fmt: skip
-        if self.overlap:
-            self._in_flight.append(pending)
+        self.gatherer.publish(group.blocks[segment.index])
 
     def wait(self) -> None:
         """All published parameters are in place when this returns."""
-        for pending in self._in_flight:
-            pending.wait()
-        self._in_flight.clear()
+        self.gatherer.finish_refresh()

@@ -11,6 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
@@ -18,6 +19,8 @@ def optimizer_class(stage: int, precision: PrecisionPolicy) -> type[ZeroOptimize
     """The class name clients expect for ``stage`` (0-2) in this precision."""
     if stage == 0:
         return ZeroOptimizer if precision.model is torch.float32 else FP16_Optimizer
+    if stage == 3:
+        return DeepSpeedZeroOptimizer_Stage3
     if stage == 1 and precision.model is torch.bfloat16 and precision.accum is torch.float32:
         return BF16_Optimizer
     return DeepSpeedZeroOptimizer

@@ -34,8 +34,8 @@ class Phase(Enum):
 class BackwardWatch:
     """Follows backward passes over the parameters of ``reducer`` and tells it what happens.
 
-    ``on_raw_begin`` is called when the user's own backward starts (it may raise); ``should_reduce`` decides whether
-    the backward that starts now sends gradients.
+    ``on_raw_begin`` is called when the user's own backward starts (it may raise), ``on_end`` when any backward has
+    ended; ``should_reduce`` decides whether the backward that starts now sends gradients.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class BackwardWatch:
         *,
         should_reduce: Callable[[], bool],
         on_raw_begin: Callable[[], None],
+        on_end: Callable[[], None],
         hook_parameters: bool,
     ) -> None:
         self.reducer = reducer
@@ -51,6 +52,7 @@ class BackwardWatch:
         self.backwards = 0  # finished in this window
         self._should_reduce = should_reduce
         self._on_raw_begin = on_raw_begin
+        self._on_end = on_end
         self._lock = threading.Lock()  # CUDA backward runs hooks on autograd's device threads
         self._handles: list[Any] = []
         if hook_parameters:
@@ -74,11 +76,13 @@ class BackwardWatch:
         self.phase = Phase.IDLE
         self.backwards += 1
         self.reducer.end_backward()
+        self._on_end()
 
     def abort(self) -> None:
         """Backward raised: close the phase, leave what has accumulated to the caller."""
         self.phase = Phase.IDLE
         self.reducer.active = False
+        self._on_end()
 
     def _begin_raw(self) -> None:
         with self._lock:
@@ -95,6 +99,7 @@ class BackwardWatch:
         self.phase = Phase.IDLE
         self.backwards += 1
         self.reducer.end_backward()
+        self._on_end()
 
     def _abandon_raw(self) -> None:
         # A raw backward that raised never reaches its callback; its phase must not leak into the next one.

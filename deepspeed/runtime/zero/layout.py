@@ -12,7 +12,9 @@ concatenation of those pieces. A *fragment* is the part of one parameter that li
 
 Because each segment is cut over all ranks, its reduce-scatter lands every rank's piece in place and its all-gather
 refills the flat parameter buffer without a copy: a step moves 2*numel*(world-1)/world elements in all. One segment
-for the whole run is the historical stage 1/2 order; one segment per parameter is the stage 3 order.
+for the whole run is the historical stage 1/2 order.
+
+``ShardLayout.by_block`` never lets a segment end inside a parameter: at stage 3 a segment is what is gathered at once.
 
 ``ShardLayout.by_parameter`` never cuts a parameter: a rank owns whole tensors, which optimizers that look at a whole
 matrix (LAMB, Muon, Adafactor, any unknown one) need to stay equal to plain torch.
@@ -119,6 +121,27 @@ class ShardLayout:
             numel = min(step, total - start)
             segments.append(Segment(start, numel, numel // world, start // world, len(segments)))
         return cls(slots, tuple(segments), world)
+
+    @classmethod
+    def by_block(
+        cls,
+        blocks: Sequence[Sequence[tuple[str, int]]],
+        world: int,
+        *,
+        param_align: int = 1,
+        piece_align: int = 1,
+    ) -> ShardLayout:
+        """One segment per block of parameters, each padded by itself and cut anywhere: what stage 3 gathers at once."""
+        slots: list[Slot] = []
+        segments: list[Segment] = []
+        flat = 0
+        for block in blocks:
+            placed, used = _place(block, param_align)
+            numel = round_up(used, world * piece_align)
+            slots += [Slot(slot.name, slot.numel, slot.start + flat) for slot in placed]
+            segments.append(Segment(flat, numel, numel // world, flat // world, len(segments)))
+            flat += numel
+        return cls(tuple(slots), tuple(segments), world)
 
     @classmethod
     def by_parameter(

@@ -18,10 +18,13 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.runtime.zero.bucket import Workspace
 from deepspeed.runtime.zero.reduce import Reducer
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
 _NORM_PART = 1 << 17  # elements: half a megabyte in fp32, inside the second-level cache
+_SMALL_PART = 1 << 13  # elements: up to here a fresh fp32 copy is not worth avoiding
+_ROOMY = 8  # parts: in a workspace of so many, one fresh copy more does not count
 _HEADER = 4  # sum of squares, left-overs, calls, calls squared
 
 
@@ -58,26 +61,55 @@ def local_grads(group: ShardGroup) -> list[torch.Tensor]:
 
 
 def _parts(grad: torch.Tensor) -> Sequence[torch.Tensor]:
-    """``grad`` in parts whose fp32 copies stay small: the CPU norm of a 16-bit tensor casts it whole first."""
+    """``grad`` in parts whose fp32 copies stay in cache: the CPU norm of a 16-bit tensor casts it whole first."""
     if grad.dtype.itemsize >= 4 or grad.numel() <= _NORM_PART or grad.device.type != "cpu":
         return (grad,)
     return grad.reshape(-1).split(_NORM_PART)
 
 
-def sum_of_squares(groups: Sequence[ShardGroup]) -> torch.Tensor | None:
-    """Sum of squared gradients in fp32, per device one scalar; None when there is no gradient at all.  # 0D"""
+def sum_of_squares(groups: Sequence[ShardGroup], workspace: Workspace) -> torch.Tensor | None:
+    """Sum of squared gradients in fp32, per device one scalar; None when there is no gradient at all.  # 0D
+
+    The bytes of ``workspace`` are written over: no bucket is in flight at a boundary.
+    """
     grads = [grad for group in groups for grad in local_grads(group)]
     if not grads:
         return None
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(list(norms)), 2).double().square()
+    room = _room_for_casts(grads[0].device, workspace)
+    aside = [grad.dtype.itemsize < 4 and _SMALL_PART < grad.numel() <= room for grad in grads]
+    direct = [grad for grad, cast in zip(grads, aside, strict=True) if not cast]
+    norms = iter(torch._foreach_norm(direct, 2, dtype=torch.float32) if direct else ())
+    scratch = workspace.whole(room, torch.float32)
+    ordered = [
+        _norm_of_cast(grad, scratch) if cast else next(norms) for grad, cast in zip(grads, aside, strict=True)
+    ]  # fmt: skip
+    return torch.linalg.vector_norm(torch.stack(ordered), 2).double().square()
+
+
+def _room_for_casts(device: torch.device, workspace: Workspace) -> int:
+    """Elements of ``workspace`` that fp32 copies of 16-bit CPU gradients are written to; 0: they get fresh memory.
+
+    A fresh copy of one part is quicker, so the workspace serves only where it is small itself: there the copy would
+    be as large as a bucket, and show in the peak.
+    """
+    room = workspace.capacity(torch.float32)
+    on_cpu = device.type == "cpu" == workspace.storage.device.type
+    return room if on_cpu and room < _ROOMY * _NORM_PART else 0
+
+
+def _norm_of_cast(grad: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """The norm of a 16-bit ``grad`` in fp32 (the bits of ``dtype=float32``), with the copy in ``scratch``.  # 0D"""
+    return torch.linalg.vector_norm(scratch[: grad.numel()].view(grad.shape).copy_(grad), 2)
 
 
 @torch.no_grad()
-def boundary_facts(reducer: Reducer, *, want_norm: bool) -> BoundaryFacts:
-    """What all ranks agree on before an update. Collective over the reducer's group; raises :class:`RanksDiverged`."""
+def boundary_facts(reducer: Reducer, workspace: Workspace, *, want_norm: bool) -> BoundaryFacts:
+    """What all ranks agree on before an update. Collective over the reducer's group; raises :class:`RanksDiverged`.
+
+    Call it with every bucket landed: ``workspace`` serves as scratch.
+    """
     groups = reducer.groups
-    total = sum_of_squares(groups) if want_norm else None
+    total = sum_of_squares(groups, workspace) if want_norm else None
     if reducer.world == 1:
         norm = math.sqrt(float(total)) if total is not None else 0.0
         return BoundaryFacts(norm, [bytes(flags) for flags in reducer.touched], False)

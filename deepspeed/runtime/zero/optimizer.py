@@ -12,6 +12,7 @@ It owns the loss scaler's use, gradient clipping, and the public optimizer metho
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +26,15 @@ from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.bucket import Workspace
 from deepspeed.runtime.zero.diagnose import first_non_finite
-from deepspeed.runtime.zero.gather import ParamPublisher
+from deepspeed.runtime.zero.gather import ShardPublisher
 from deepspeed.runtime.zero.hooks import BackwardWatch
 from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.norm import BoundaryFacts, boundary_facts, clip_coefficient
 from deepspeed.runtime.zero.placement import Placement
+from deepspeed.runtime.zero.publish import ParamPublisher, Publisher
 from deepspeed.runtime.zero.reduce import GradReducer, LocalGrads, ReduceOptions, Reducer
 from deepspeed.runtime.zero.shard_group import BoundFragment, GroupSpec, ShardGroup
+from deepspeed.runtime.zero.sharded_module import ShardedModule
 from deepspeed.runtime.zero.stepper import InlineStepper, scale_in_place
 from deepspeed.utils.logging import logger
 
@@ -72,8 +75,9 @@ class UnusedParameters(AssertionError, RuntimeError):
 class ZeroOptimizer(ZeROOptimizer):
     """See the module docstring. ``base`` must hold the model's parameters in its groups; they are replaced by leaves.
 
-    ``names`` maps ``id(parameter)`` to its name, ``order`` to its registration order. ``scaler`` is a loss scaler or
-    None. Raises ValueError when no parameter in ``base`` is trainable.
+    ``names`` maps ``id(parameter)`` to its name, in registration order. ``scaler`` is a loss scaler or None.
+    ``sharding`` gathers the parameters where the placement shards them too. Raises ValueError when no parameter in
+    ``base`` is trainable.
     """
 
     def __init__(
@@ -88,8 +92,10 @@ class ZeroOptimizer(ZeROOptimizer):
         world: int = 1,
         options: ZeroOptions | None = None,
         scaler: Any = None,
+        sharding: ShardedModule | None = None,
     ) -> None:
         super().__init__(base)
+        self.sharding = sharding
         self.names = names
         self.placement = placement
         self.precision = precision
@@ -148,20 +154,11 @@ class ZeroOptimizer(ZeROOptimizer):
         world = self.world if self.placement.state_sharded else 1
         if self.options.round_robin and world > 1:
             params = [params[i] for first in range(world) for i in range(first, len(params), world)]
-        named = [self.names.get(id(param), f"group{index}.param{i}") for i, param in enumerate(params)]
-        total = sum(param.numel() for param in params)
-        align = max(1, _ALIGN_BYTES // params[0].element_size())
-        build = ShardLayout.by_element if self.options.elementwise or world == 1 else ShardLayout.by_parameter
-        layout = build(
-            [(name, param.numel()) for name, param in zip(named, params, strict=True)],
-            world,
-            segment_numel=self._segment_numel(total),
-            param_align=align,
-            piece_align=align,
-        )
+        blocks = self.sharding.cut(params) if self.sharding is not None else [params]
+        params = [param for block in blocks for param in block]
         spec = GroupSpec(
             group_index=index,
-            names=tuple(named),
+            names=tuple(self.names.get(id(param), f"group{index}.param{i}") for i, param in enumerate(params)),
             params=tuple(params),
             order=tuple(self._order.get(id(param), 0) for param in params),
             master_dtype=self.precision.master_dtype(params[0]),
@@ -171,7 +168,20 @@ class ZeroOptimizer(ZeROOptimizer):
             world=world,
             by_rows=by_rows,
         )
-        return ShardGroup(spec, layout)
+        return ShardGroup(spec, self._layout(spec, [len(block) for block in blocks]), self.sharding)
+
+    def _layout(self, spec: GroupSpec, block_lengths: Sequence[int]) -> ShardLayout:
+        """Where the group's elements live. Optimizers that look at whole matrices get whole parameters."""
+        run = [(name, param.numel()) for name, param in zip(spec.names, spec.params, strict=True)]
+        align = max(1, _ALIGN_BYTES // spec.params[0].element_size())
+        whole = not self.options.elementwise and spec.world > 1
+        if self.sharding is not None and not whole:
+            parts = iter(run)
+            blocks = [[next(parts) for _ in range(length)] for length in block_lengths]
+            return ShardLayout.by_block(blocks, spec.world, param_align=align, piece_align=align)
+        build = ShardLayout.by_parameter if whole else ShardLayout.by_element
+        limit = self._segment_numel(sum(numel for _, numel in run))
+        return build(run, spec.world, segment_numel=limit, param_align=align, piece_align=align)
 
     def _segment_numel(self, total: int) -> int:
         """Elements per bucket of a group of ``total``; a bucket is also what one all-gather publishes."""
@@ -231,7 +241,11 @@ class ZeroOptimizer(ZeROOptimizer):
             )  # fmt: skip
         else:
             self.reducer = LocalGrads(self.groups)
-        self.publisher = ParamPublisher(self.process_group, overlap=self.options.overlap)
+        self.publisher: Publisher
+        if self.sharding is not None:
+            self.publisher = ShardPublisher(self.sharding.gatherer)
+        else:
+            self.publisher = ParamPublisher(self.process_group, overlap=self.options.overlap)
         self.stepper = InlineStepper(
             self.groups, self.optimizer, self.workspace, self.publisher, split=self.options.elementwise
         )
@@ -239,6 +253,7 @@ class ZeroOptimizer(ZeROOptimizer):
             self.reducer,
             should_reduce=lambda: self.should_reduce(),
             on_raw_begin=lambda: self.on_raw_begin(),
+            on_end=self._backward_ended,
             hook_parameters=self.world > 1 or any(group.accum_dtype != group.dtype for group in self.groups),
         )
 
@@ -258,6 +273,8 @@ class ZeroOptimizer(ZeROOptimizer):
         self.groups += fresh
         self._swap_parameters()
         self._wire()
+        if self.sharding is not None:
+            self.sharding.install_hooks()
         return [self.names.get(id(param), "?") for _, param in ready]
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -279,12 +296,17 @@ class ZeroOptimizer(ZeROOptimizer):
         """Backward of ``loss`` (already divided for accumulation); gradients go where the placement says."""
         self.watch.begin_managed()
         try:
-            self.scale_if_loss(loss).backward(retain_graph=retain_graph)
+            with self.sharding.gatherer.tracking() if self.sharding is not None else contextlib.nullcontext():
+                self.scale_if_loss(loss).backward(retain_graph=retain_graph)
             self._measure()
         except BaseException:
             self.watch.abort()
             raise
         self.watch.end_managed()
+
+    def _backward_ended(self) -> None:
+        if self.sharding is not None:
+            self.sharding.gatherer.end_backward()
 
     def rescale_grads(self, factor: float) -> None:
         """Multiply everything the window holds by ``factor``."""
@@ -322,10 +344,10 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def _facts(self) -> BoundaryFacts:
         want = self.options.compute_norm or self.clip_grad > 0 or self.precision.check_overflow
-        facts = boundary_facts(self.reducer, want_norm=want)
+        facts = boundary_facts(self.reducer, self.workspace, want_norm=want)
         if facts.left_overs:
             self.reducer.send_all()
-            facts = boundary_facts(self.reducer, want_norm=want)
+            facts = boundary_facts(self.reducer, self.workspace, want_norm=want)
         return facts
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -353,6 +375,8 @@ class ZeroOptimizer(ZeROOptimizer):
         if self.loss_scaler is not None:
             self.loss_scaler.update_scale(self.overflow)
         self.clear_window()
+        if self.sharding is not None:
+            self.sharding.gatherer.end_window()
         self._measure()
         self._windows_measured += 1
 
@@ -410,7 +434,7 @@ class ZeroOptimizer(ZeROOptimizer):
     def refresh_fp32_params(self) -> None:
         """Masters take the model's current weights (after weights were written behind the optimizer's back)."""
         for group in self.groups:
-            group.absorb_edits()
+            group.absorb_edits(everything=True)
             group.pull_masters()
 
     def absorb_edits(self) -> None:
@@ -436,7 +460,7 @@ class ZeroOptimizer(ZeROOptimizer):
     def model_state_bytes(self) -> dict[str, int]:
         """Bytes this rank holds now by kind: parameter, gradient, master, optimizer, workspace. Storages count once."""
         seen: set[tuple[torch.device, int]] = set()
-        totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0}
+        totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0, "gathered": 0}
 
         def add(kind: str, tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
@@ -445,11 +469,13 @@ class ZeroOptimizer(ZeROOptimizer):
                 seen.add(key)
                 totals[kind] += storage.nbytes()
 
-        for group in self.groups:
+        rest = self.sharding.rest if self.sharding is not None else []
+        for group in [*self.groups, *rest]:
             for kind, tensor in group.storages():
                 add(kind, tensor)
-        for _, param in self.frozen:
-            add("parameter", param)
+        if self.sharding is None:
+            for _, param in self.frozen:
+                add("parameter", param)
         for state in list(self.optimizer.state.values()):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.dim():
@@ -465,7 +491,7 @@ class ZeroOptimizer(ZeROOptimizer):
             numel = group.layout.param_numel
             share = group.world
             piled = group.accum_dtype.itemsize if self.options.accumulates else group.dtype.itemsize
-            totals["parameter"] += numel * group.dtype.itemsize
+            totals["parameter"] += numel * group.dtype.itemsize // (share if self.placement.parameter_sharded else 1)
             if self.placement.reduces_every_backward:
                 totals["gradient"] += numel * group.accum_dtype.itemsize // share
             else:
@@ -473,7 +499,8 @@ class ZeroOptimizer(ZeROOptimizer):
             if not group.aliased:
                 totals["master"] += numel * group.master_dtype.itemsize // share
             totals["optimizer"] += int(width * numel * group.master_dtype.itemsize) // share
-        totals["parameter"] += sum(param.numel() * param.element_size() for _, param in self.frozen)
+        share = self.world if self.placement.parameter_sharded else 1
+        totals["parameter"] += sum(param.numel() * param.element_size() for _, param in self.frozen) // share
         return totals
 
     def _state_width(self) -> float:
@@ -503,7 +530,8 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's masters, base-optimizer state and loss scaler as a copy; see ``zero/state_dict.py``."""
-        stage = 2 if self.placement.reduces_every_backward else int(self.placement.state_sharded)
+        placement = self.placement
+        stage = int(placement.state_sharded) + int(placement.reduces_every_backward) + int(placement.parameter_sharded)
         return zero_state.shard_state(self, stage, zero_state.join_in_memory)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -522,5 +550,6 @@ class ZeroOptimizer(ZeROOptimizer):
             base_group["params"] = members
         self.optimizer.state.clear()
         self.groups = []
+        self.sharding = None  # the engine's, which gives the parameters back
         self.reducer = LocalGrads([])
         self.should_reduce, self.on_raw_begin = (lambda: True), (lambda: None)

@@ -7,6 +7,7 @@ Each of the three is REPLICATED or SHARDED over a named mesh axis; nothing else 
     | 0     | replicated | replicated                           | replicated                 |
     | 1     | replicated | replicated, reduced at the boundary  | sharded                    |
     | 2     | replicated | sharded, reduced in every backward   | sharded                    |
+    | 3     | sharded    | sharded, reduced in every backward   | sharded                    |
 
 An axis of size 1 degenerates every row to "replicated": there is nothing to shard and nothing to send.
 Source of the stages: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
@@ -37,15 +38,19 @@ class Placement:
     @classmethod
     def for_stage(cls, stage: int, axis_size: int, axis: str = "zero") -> Placement:
         """The row of ``stage`` on an axis of ``axis_size`` ranks. Raises ValueError for a stage without a row."""
-        if stage not in (0, 1, 2):
-            raise ValueError(f"zero_optimization.stage: no placement for stage {stage}; stages 0, 1 and 2 are built")
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_optimization.stage: no placement for stage {stage}; stages are 0, 1, 2 and 3")
         split = Spread.SHARDED if axis_size > 1 else Spread.REPLICATED
         return cls(
-            parameter=Spread.REPLICATED,
+            parameter=split if stage >= 3 else Spread.REPLICATED,
             gradient=split if stage >= 2 else Spread.REPLICATED,
             state=split if stage >= 1 else Spread.REPLICATED,
             axis=axis,
         )
+
+    @property
+    def parameter_sharded(self) -> bool:
+        return self.parameter is Spread.SHARDED
 
     @property
     def state_sharded(self) -> bool:

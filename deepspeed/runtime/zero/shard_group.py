@@ -3,7 +3,8 @@
 A :class:`ShardGroup` holds the parameters of one optimizer group that share a dtype and a communication dtype. When
 its state is sharded it owns the flat parameter buffer (parameters become views of it, so the all-gather after a step
 needs no copy), the gradient shard and, for low-precision parameters, the master shard. When it is replicated it owns
-at most the masters.
+at most the masters. When its parameters are sharded too (stage 3) it keeps only this rank's shard of them, and each
+segment of the layout is a ``ParamBlock`` that a gatherer makes whole for a while.
 
 [Note: aliased masters] A parameter whose dtype already is the master dtype is its own master: the optimizer updates
 the rank's piece of the flat buffer in place. That saves 4 bytes a parameter and makes user edits of weights take
@@ -19,11 +20,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepspeed.runtime.zero.layout import Fragment, Segment, ShardLayout
+from deepspeed.runtime.zero.param_block import ParamBlock, Place, contiguous_stride
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.sharded_module import ShardedModule
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +67,8 @@ class GroupSpec:
 class ShardGroup:
     """See the module docstring. ``layout`` cuts the run over ``spec.world`` ranks."""
 
-    def __init__(self, spec: GroupSpec, layout: ShardLayout) -> None:
+    def __init__(self, spec: GroupSpec, layout: ShardLayout, sharding: ShardedModule | None = None) -> None:
+        """``sharding``: who gathers the parameters when they are sharded too; None keeps them whole."""
         self.spec = spec
         self.layout = layout
         self.group_index = spec.group_index
@@ -81,13 +88,17 @@ class ShardGroup:
         self.by_rows = spec.by_rows
         # Reduced replicated gradients: in accum dtype where they were sent in it, else in the parameter's.
         self.result_dtype = self.accum_dtype if self.comm_dtype == self.accum_dtype else self.dtype
-        self.flat: torch.Tensor | None = None
+        self.flat: torch.Tensor | None = None  # 1D, all parameters
+        self.shard: torch.Tensor | None = None  # 1D, this rank's part of sharded parameters
+        self.blocks: list[ParamBlock] = []  # of sharded parameters, one per segment
         # The gradient shard in accum dtype, a 1D piece per segment, made when that segment is first reduced: by then
         # the full gradients of its bucket are gone.
         self.grads: list[torch.Tensor | None] = [None] * len(layout.segments)
         self.master: torch.Tensor | None = None  # 1D shard; None when aliased
         self.accum: list[torch.Tensor | None] = [None] * len(self.params)
-        if self.sharded:
+        if sharding is not None:
+            self._shard(sharding)
+        elif self.sharded:
             self._flatten()
         if not self.aliased:  # also on a rank that owns nothing but padding
             self.master = torch.zeros(layout.shard_numel, dtype=self.master_dtype, device=self.device)
@@ -107,13 +118,48 @@ class ShardGroup:
         self.flat = flat
 
     @torch.no_grad()
+    def _shard(self, sharding: ShardedModule) -> None:
+        """Keep this rank's elements of every parameter and let go of the rest, block by block."""
+        self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+        for segment in self.layout.segments:
+            slots = list(self.layout.slots_in(segment))
+            with sharding.whole_values([self.params[index] for index, *_ in slots]) as values:
+                places = []
+                for (index, slot, _, start, _), value in zip(slots, values, strict=True):
+                    shape = self.shapes[index]
+                    places.append(Place(self.params[index], slot.name, start, shape, contiguous_stride(shape)))
+                    self._keep(segment, start, value)
+            block = sharding.add_block(places, self.shard_piece(segment))
+            block.on_write = self._on_write([index for index, *_ in slots])
+            self.blocks.append(block)
+
+    def _keep(self, segment: Segment, start: int, value: torch.Tensor) -> None:
+        low = max(start, self.rank * segment.piece_numel)
+        high = min(start + value.numel(), (self.rank + 1) * segment.piece_numel)
+        if high > low:
+            target = self.shard_piece(segment).narrow(0, low - self.rank * segment.piece_numel, high - low)
+            target.copy_(value.reshape(-1).narrow(0, low - start, high - low))
+
+    def _on_write(self, positions: list[int]) -> Any:
+        """Masters follow what the user writes into a block's parameters."""
+
+        def follow(changed: set[int]) -> None:
+            self.pull_masters({positions[i] for i in changed})
+
+        return follow
+
+    @torch.no_grad()
     def _bind(self, fragment: Fragment) -> BoundFragment:
         param = self.params[fragment.index]
         whole = fragment.numel == param.numel()
         if not self.sharded and self.aliased:
             return BoundFragment(param, fragment.index, fragment, param, param)
-        # ``.data``, not ``detach()``: our own writes must not look like the user's to ``absorb_edits``.
-        model = param.data if whole else param.data.view(-1).narrow(0, fragment.param_start, fragment.numel)
+        if self.shard is not None:
+            model = self.shard.narrow(0, fragment.shard_start if fragment.numel else 0, fragment.numel)
+            model = model.view(self.shapes[fragment.index]) if whole else model
+        else:
+            # ``.data``, not ``detach()``: our own writes must not look like the user's to ``absorb_edits``.
+            model = param.data if whole else param.data.view(-1).narrow(0, fragment.param_start, fragment.numel)
         segment = max(bisect_right(self._starts, fragment.shard_start) - 1, 0)
         if self.aliased:
             return BoundFragment(
@@ -129,9 +175,16 @@ class ShardGroup:
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def model_piece(self, segment: Segment) -> torch.Tensor:
-        """This rank's piece of ``segment`` in the flat parameter buffer.  # 1D, piece_numel"""
+        """This rank's piece of ``segment`` of the parameters, where it lies.  # 1D, piece_numel"""
+        if self.shard is not None:
+            return self.shard_piece(segment)
         assert self.flat is not None, "a replicated group has no flat buffer"
         return self.flat.narrow(0, segment.start + self.rank * segment.piece_numel, segment.piece_numel)
+
+    def shard_piece(self, segment: Segment) -> torch.Tensor:
+        """The part of the parameter shard that is this rank's piece of ``segment``.  # 1D, piece_numel"""
+        assert self.shard is not None, "parameters are not sharded"
+        return self.shard.narrow(0, segment.shard_start, segment.piece_numel)
 
     def model_segment(self, segment: Segment) -> torch.Tensor:
         assert self.flat is not None, "a replicated group has no flat buffer"
@@ -178,11 +231,16 @@ class ShardGroup:
             if positions is None or bound.position in positions:
                 bound.leaf.detach().copy_(bound.model)
 
-    def absorb_edits(self, position: int | None = None) -> None:
+    def absorb_edits(self, position: int | None = None, *, everything: bool = False) -> None:
         """Masters follow weights the user wrote to in place since the last look (all parameters, or one).
 
         Seen by autograd's version counter, so writes through ``param.data`` go unnoticed: see ``refresh_fp32_params``.
+        ``everything``: shards take gathered weights as they are, changed or not.
         """
+        if self.shard is not None:
+            for block in self.blocks:
+                block.absorb(everything=everything)
+            return
         looked = range(len(self.params)) if position is None else (position,)
         changed = {i for i in looked if self.params[i]._version != self.versions[i]}
         for i in changed:
@@ -203,15 +261,19 @@ class ShardGroup:
         """
         if not keep_pieces:
             self.grads = [None] * len(self.layout.segments)
-        for param in self.params:
-            param.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.params:
+                param.grad = None
         self.accum = [None] * len(self.params)
         for bound in self.fragments:
             bound.leaf.grad = None
 
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(kind, tensor)`` of everything this group keeps alive; kinds: parameter, gradient, master."""
-        if self.flat is not None:
+        """``(kind, tensor)`` of everything this group keeps alive; kinds: parameter, gathered, gradient, master."""
+        if self.shard is not None:
+            yield "parameter", self.shard
+            yield from (("gathered", block.full) for block in self.blocks if block.full is not None)
+        elif self.flat is not None:
             yield "parameter", self.flat
         else:
             yield from (("parameter", param) for param in self.params)
@@ -226,10 +288,10 @@ class ShardGroup:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give every parameter its own storage again and drop all flat tensors."""
+        """Give every parameter its own storage again and drop all flat tensors (blocks: their gatherer does it)."""
         self.drop_grads(keep_pieces=False)
         if self.flat is not None:
             for param in self.params:
                 param.data = param.data.clone()
-        self.flat = self.master = None
-        self.fragments = []
+        self.flat = self.shard = self.master = None
+        self.blocks, self.fragments = [], []

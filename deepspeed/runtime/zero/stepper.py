@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.runtime.zero.bucket import Workspace
-from deepspeed.runtime.zero.gather import ParamPublisher
 from deepspeed.runtime.zero.layout import Segment
 from deepspeed.runtime.zero.norm import BoundaryFacts
+from deepspeed.runtime.zero.publish import Publisher
 from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
 
 
@@ -44,7 +44,7 @@ class InlineStepper:
         groups: Sequence[ShardGroup],
         base: torch.optim.Optimizer,
         workspace: Workspace,
-        publisher: ParamPublisher,
+        publisher: Publisher,
         *,
         split: bool,
     ) -> None:

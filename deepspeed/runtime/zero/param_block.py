@@ -1,0 +1,352 @@
+"""``ParamBlock``: parameters that are gathered and released together, and the states they go through.
+
+A block is one segment of a layout seen from the parameters' side. Every rank keeps one piece of it, the *shard*; the
+*full* buffer exists only while the block is gathered, and its parameters are views of it then.
+
+    NOT_AVAILABLE --launch--> INFLIGHT --arrive--> gathered --bind--> AVAILABLE --hide--> gathered --release--> ...
+
+Between *gathered* and AVAILABLE the full buffer is there but the parameters are not bound to it: that is all that
+backward needs, whose saved tensors are found by their place in the buffer.
+
+This is the only code that changes where a sharded parameter's data lies, its class (see ``sharded_parameter.py``) and
+its historical ``ds_*`` attributes.
+
+[Note: releasing is always safe] A released buffer is only let go of, never resized: whoever still holds a view of it
+(autograd, a user's variable) keeps its memory alive and its values right. So the policy of what to release when
+(``gather.py``) decides about memory and traffic, never about numbers. One thing autograd holds is not a view: a graph
+built outside our saved-tensor hooks may have saved the parameter itself. Hiding a parameter therefore moves its version
+counter, so that such a graph, if it was not kept safe otherwise, ends in torch's error about modified variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from deepspeed.comm import collectives
+from deepspeed.runtime.zero.sharded_parameter import guard_class, placeholder
+
+_param_ids = itertools.count()
+_ATTRIBUTES = (
+    "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_tensor", "ds_status", "_ds_block", "_ds_position",
+)  # fmt: skip
+
+
+class ZeroParamStatus(Enum):
+    """Where the data of a sharded parameter is."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One parameter of a block: ``numel`` elements of ``shape`` from element ``start`` of the full buffer."""
+
+    param: nn.Parameter
+    name: str
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+# Full buffers by the address of their storage, of all models: what autograd's saved-tensor hook looks a tensor up in.
+live_buffers: weakref.WeakValueDictionary[int, ParamBlock] = weakref.WeakValueDictionary()
+
+
+class ParamBlock:
+    """See the module docstring. ``shard`` is this rank's piece; ``numel == world * shard.numel()``."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        shard: torch.Tensor,
+        *,
+        process_group: Any,
+        rank: int,
+        world: int,
+        index: int,
+        persistent: bool = False,
+    ) -> None:
+        self.places = list(places)
+        self.shard = shard
+        self.process_group, self.rank, self.world = process_group, rank, world
+        self.index = index  # names the block in collectives: the same on every rank
+        self.persistent = persistent
+        self.numel = shard.numel() * world
+        self.full: torch.Tensor | None = None  # 1D, numel, the parameters' dtype
+        self.bound = False  # the parameters are views of ``full``
+        self.pending: collectives.Pending | None = None
+        self.pins = 0  # GatheredParameters contexts that hold it
+        self.held = False  # a graph may need its memory that our hooks do not see: keep until told
+        self.generation = 0  # counts changes of the values
+        self.owner: Any = None  # the gatherer that fetches and releases it
+        self.on_write: Callable[[set[int]], None] | None = None  # positions whose values the user changed
+        self._address = 0
+        self._classes = [type(place.param) for place in self.places]
+        self._guards = [guard_class(cls) for cls in self._classes]
+        self._versions = [0] * len(self.places)
+        for position, place in enumerate(self.places):
+            self._describe(position, place)
+
+    def _describe(self, position: int, place: Place) -> None:
+        param: Any = place.param
+        param.ds_id = next(_param_ids) if not hasattr(param, "ds_id") else param.ds_id
+        param.ds_shape, param.ds_numel = place.shape, place.numel
+        param.ds_persist = self.persistent
+        param._ds_block = weakref.ref(self)
+        param._ds_position = position
+        low = max(place.start, self.rank * self.shard.numel())
+        high = min(place.start + place.numel, (self.rank + 1) * self.shard.numel())
+        offset = min(max(low - self.rank * self.shard.numel(), 0), self.shard.numel())
+        param.ds_tensor = self.shard.narrow(0, offset, max(high - low, 0))  # this rank's elements; may be empty
+
+    # ---- states ----------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        if self.pending is not None:
+            return ZeroParamStatus.INFLIGHT
+        return ZeroParamStatus.AVAILABLE if self.bound else ZeroParamStatus.NOT_AVAILABLE
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Parameters let go of their data: shape, dtype and device stay, values are out of reach."""
+        self.bound = False
+        for place, guard in zip(self.places, self._guards, strict=True):
+            param: Any = place.param
+            increment_version(param)
+            param.data = placeholder(place.shape, self.shard)
+            param.__class__ = guard
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Start the all-gather of this block. Collective."""
+        assert self.full is None, "a block is gathered once at a time"
+        full = torch.empty(self.numel, dtype=self.shard.dtype, device=self.shard.device)
+        self.full = full
+        self.pending = collectives.all_gather(
+            full, self.shard, self.process_group, what=self.describe, async_op=True, key=self.index + 1
+        )
+
+    def arrive(self) -> torch.Tensor:
+        """Wait for the all-gather; the full buffer.  # 1D, numel"""
+        assert self.full is not None
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+            self._address = self.full.untyped_storage().data_ptr()
+            live_buffers[self._address] = self
+        return self.full
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """Give every parameter its data, once it is here."""
+        full = self.arrive()
+        if self.bound:
+            return
+        self.bound = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, (place, cls) in enumerate(zip(self.places, self._classes, strict=True)):
+                param: Any = place.param
+                param.data = full.as_strided(place.shape, place.stride, place.start)
+                param.__class__ = cls
+                param.ds_status = ZeroParamStatus.AVAILABLE
+                self._versions[position] = param._version
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Inside, nobody releases this block."""
+        self.pins += 1
+        try:
+            yield
+        finally:
+            self.pins -= 1
+
+    def conceal(self) -> None:
+        """Hide the parameters and keep the buffer; in-place edits are taken into the shard first."""
+        if self.bound:
+            self.absorb()
+            self.hide()
+
+    def release(self, *, drop_edits: bool = False) -> None:
+        """Let go of the full buffer; in-place edits of it are taken into the shard first, or dropped."""
+        if self.full is None:
+            return
+        self.arrive()
+        if self.bound:
+            if not drop_edits:
+                self.absorb()
+            self.hide()
+        live_buffers.pop(self._address, None)
+        self.full = None
+
+    @torch.no_grad()
+    def refresh(self, *, async_op: bool) -> collectives.Pending:
+        """All-gather again into the buffer that is there, after the shards have changed. Collective."""
+        assert self.full is not None
+        assert self.pending is None
+        self.generation += 1
+        return collectives.all_gather(
+            self.full, self.shard, self.process_group, what=self.describe, async_op=async_op, key=self.index + 1
+        )
+
+    # ---- edits -----------------------------------------------------------------------------------------------------
+
+    def view(self, place: Place) -> torch.Tensor:
+        """The elements of ``place`` in the full buffer, in its shape."""
+        assert self.full is not None
+        return self.full.as_strided(place.shape, place.stride, place.start)
+
+    @torch.no_grad()
+    def absorb(self, *, everything: bool = False) -> set[int]:
+        """Take weights that the user has changed while they were gathered into the shard; their positions.
+
+        An edit is seen by the version counter or, when ``param.data`` was assigned, by its address. Every rank is
+        taken to have made the same edit, as in data-parallel training without sharding.
+        """
+        if not self.bound:
+            return set()
+        assert self.full is not None
+        changed = set()
+        for position, place in enumerate(self.places):
+            param = place.param
+            if param._version != self._versions[position]:
+                self._versions[position] = param._version
+            elif not place.numel or (not everything and param.data_ptr() == self._address_of(place)):
+                continue
+            self.take_back(position)
+            changed.add(position)
+        self.written(changed)
+        return changed
+
+    def _address_of(self, place: Place) -> int:
+        return self._address + place.start * self.shard.element_size()
+
+    @torch.no_grad()
+    def take_back(self, position: int) -> None:
+        """Copy a parameter whose data may lie elsewhere into the full buffer, and bind it there again."""
+        place = self.places[position]
+        param, view = place.param, self.view(place)
+        if tuple(param.shape) != tuple(place.shape):
+            raise ValueError(
+                f"parameter {place.name!r}: its data was replaced by a tensor of shape {tuple(param.shape)}; it is "
+                f"sharded as {tuple(place.shape)}. Assign a tensor of that shape, or replace the module"
+            )
+        if param.data_ptr() != view.data_ptr() or param.stride() != place.stride:
+            view.copy_(param.data)
+            param.data = view
+        self._versions[position] = param._version
+
+    @torch.no_grad()
+    def written(self, positions: set[int]) -> None:
+        """The full buffer has new values at ``positions``: the shard follows, and so do masters."""
+        if not positions:
+            return
+        assert self.full is not None
+        piece = self.shard.numel()
+        self.shard.copy_(self.full.narrow(0, self.rank * piece, piece))
+        self.changed(positions)
+
+    def changed(self, positions: set[int]) -> None:
+        """The shard has new values at ``positions``."""
+        self.generation += 1
+        if self.on_write is not None:
+            self.on_write(positions)
+
+    @torch.no_grad()
+    def write_shard(self, position: int, value: torch.Tensor | float) -> None:
+        """Set a parameter that is not bound from a whole value (or one number) known to every rank; local."""
+        if self.full is not None:  # its buffer would be stale
+            self.arrive()
+            live_buffers.pop(self._address, None)
+            self.owner.dropped(self)
+            self.full = None
+        place = self.places[position]
+        piece = self.shard.numel()
+        low = max(place.start, self.rank * piece)
+        high = min(place.start + place.numel, (self.rank + 1) * piece)
+        if high > low:
+            target = self.shard.narrow(0, low - self.rank * piece, high - low)
+            if isinstance(value, torch.Tensor):
+                flat = value.detach().expand(place.shape).reshape(-1)
+                target.copy_(flat.narrow(0, low - place.start, high - low))
+            else:
+                target.fill_(value)
+        self.changed({position})
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def dissolve(self, *, whole: bool) -> None:
+        """Make plain parameters of its parameters again: whole ones (collective), or empty ones."""
+        if whole and self.full is None:
+            self.launch()
+        if self.full is not None:
+            self.arrive()
+        self.absorb()
+        self.bound = False
+        for place, cls in zip(self.places, self._classes, strict=True):
+            param: Any = place.param
+            param.__class__ = cls  # first: a sharded one would take the data for a write to its shard
+            param.data = self.view(place).clone() if whole else torch.empty(0, dtype=param.dtype, device=param.device)
+            for name in _ATTRIBUTES:
+                param.__dict__.pop(name, None)
+        live_buffers.pop(self._address, None)
+        self.full = None
+        self.places, self._classes, self._guards, self._versions = [], [], [], []
+
+    def remove(self, params: Sequence[nn.Parameter]) -> None:
+        """Forget ``params``, which another block has taken over; without any left, the block lets go of its shard."""
+        gone = {id(param) for param in params}
+        kept = [position for position, place in enumerate(self.places) if id(place.param) not in gone]
+        self.places = [self.places[position] for position in kept]
+        self._classes = [self._classes[position] for position in kept]
+        self._guards = [self._guards[position] for position in kept]
+        self._versions = [self._versions[position] for position in kept]
+        for position, place in enumerate(self.places):
+            place.param._ds_position = position  # type: ignore[attr-defined]
+        if self.owner is not None:
+            self.owner.forget(self)
+        elif not self.places:
+            self.drop()
+
+    def drop(self) -> None:
+        """Let go of all memory of a block without parameters."""
+        live_buffers.pop(self._address, None)
+        self.full = None
+        self.shard = self.shard.new_empty(0)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """The name of one of its parameters."""
+        return next((place.name for place in self.places if place.param is param), "?")
+
+    def describe(self) -> str:
+        names = [place.name for place in self.places]
+        shown = ", ".join(names[:3]) + (f" ... {names[-1]} ({len(names)} parameters)" if len(names) > 3 else "")
+        return f"gather of parameters {shown}"
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

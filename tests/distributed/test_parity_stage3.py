@@ -1,0 +1,55 @@
+"""Stage 3 against plain torch, bit for bit: everything kept gathered, and everything released as soon as it may be.
+
+`FORCED` releases a block at the next use of another one, so that every forward and backward gathers; `SMALL` cuts the
+model into many blocks and prefetches; `PERSISTENT` keeps small parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.harness.parity import OPTIMIZERS, PRECISIONS, Case, assert_same_training
+
+KEPT: dict[str, Any] = {}
+FORCED = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+SMALL = {**FORCED, "reduce_bucket_size": 50, "stage3_prefetch_bucket_size": 200}
+PERSISTENT = {
+    "reduce_bucket_size": 64,
+    "stage3_max_live_parameters": 300,
+    "stage3_max_reuse_distance": 200,
+    "stage3_param_persistence_threshold": 20,
+    "overlap_comm": False,
+}
+MODELS = ("tied", "shared", "unused", "lora", "degenerate", "llama", "embeddings", "branches")
+
+
+@pytest.mark.parametrize("optimizer", tuple(OPTIMIZERS))
+@pytest.mark.parametrize("precision", tuple(PRECISIONS))
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+def test_same_training_as_plain_torch(pool, world_size: int, precision: str, optimizer: str) -> None:
+    cases = [
+        Case(3, precision, accumulation, clip, optimizer, zero=zero)
+        for zero, accumulation, clip in itertools.product((KEPT, SMALL), (1, 3), (0.0, 0.5))
+    ]
+    assert_same_training(pool, world_size, cases)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_same_training_for_every_kind_of_model(pool, world_size: int, model: str) -> None:
+    # A layer that only one rank uses cannot be gathered by itself; it is as part of a block that all ranks use.
+    settings = (KEPT,) if model == "branches" else (KEPT, FORCED, SMALL, PERSISTENT)
+    cases = [
+        Case(3, precision, accumulation=2, clip=0.5, model=model, steps=3, zero=zero)
+        for precision in ("fp32", "bf16")
+        for zero in settings
+    ]
+    assert_same_training(pool, world_size, cases)
