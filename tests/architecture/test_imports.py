@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -110,5 +111,8 @@ def test_the_launcher_never_imports_torch() -> None:
 def test_every_module_imports_on_its_own() -> None:
     """In one process, each module first: no hidden dependency on an import made elsewhere, nothing printed."""
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES if path.name != "__init__.py"]
+    if importlib.util.find_spec("triton") is None:
+        # Modules of GPU kernels say so in their name, and whoever imports them has looked for triton first.
+        names = [name for name in names if not name.endswith("_triton")]
     code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
     assert _run_python(code) == ""
