@@ -269,6 +269,8 @@ class ParamGatherer:
         for block in self._live.values():
             block.held = False
         self._current = None
+        if self.depth == 0:
+            self._leave()
 
     def end_backward(self) -> None:
         """A backward is done: what it recomputed outside our hooks is used up."""

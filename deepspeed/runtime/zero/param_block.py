@@ -311,6 +311,7 @@ class ParamBlock:
         live_buffers.pop(self._address, None)
         self.full = None
         self.places, self._classes, self._guards, self._versions = [], [], [], []
+        self.owner = self.process_group = self.on_write = None
 
     def remove(self, params: Sequence[nn.Parameter]) -> None:
         """Forget ``params``, which another block has taken over; without any left, the block lets go of its shard."""
