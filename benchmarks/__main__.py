@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-SHARED = {"__main__", "__init__", "peers"}
+SHARED = {"__main__", "__init__", "peers", "slow_link"}
 
 
 def names() -> list[str]:
