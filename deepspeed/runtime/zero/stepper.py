@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.layout import Segment
 from deepspeed.runtime.zero.norm import BoundaryFacts
 from deepspeed.runtime.zero.publish import Publisher
 from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
+from deepspeed.runtime.zero.slices import can_slice, step_in_slices
 
 
 @dataclass(slots=True, eq=False)
@@ -72,14 +73,51 @@ class InlineStepper:
     @torch.no_grad()
     def update(self, facts: BoundaryFacts, scale: float) -> None:
         """One optimizer step. Gradients are multiplied by ``scale`` (unscale, clip, op) on the way."""
-        pending: list[Unit] = []
+        # Gradients used where they lie go first, in one call: a later call must not find them on their leaves again.
+        in_place = [unit for unit in self.units if self._in_place(unit, facts)]
+        for unit in in_place:
+            self._hand_over(unit, facts, scale)
+        self._apply(in_place)
+        chosen = {id(unit) for unit in in_place}
         for unit in self.units:
-            if self._hand_over(unit, facts, scale):
-                pending.append(unit)  # gradients used where they lie: all such units share one call
-            else:
+            if id(unit) not in chosen and not self._step_in_slices(unit, facts, scale):
+                self._hand_over(unit, facts, scale)
                 self._apply([unit])
-        self._apply(pending)
         self.publisher.wait()
+
+    def _in_place(self, unit: Unit, facts: BoundaryFacts) -> bool:
+        """Whether the gradients have the masters' dtype already (or none are there); alike on ranks that publish."""
+        group = unit.group
+        if group.sharded:
+            return group.accum_dtype == group.master_dtype or not unit.numel
+        touched = facts.touched[unit.number]
+        grads = (group.grad_of(bound) for bound in unit.fragments if touched[bound.position])
+        found = next((grad.dtype for grad in grads if grad is not None), group.master_dtype)
+        return found == group.master_dtype
+
+    def _step_in_slices(self, unit: Unit, facts: BoundaryFacts, scale: float) -> bool:
+        """Update a whole parameter whose cast gradient is larger than the workspace; False where that is not the case.
+
+        Not in its first step: the optimizer has yet to make its states, and the memory of them is still free.
+        """
+        group = unit.group
+        room = self.workspace.capacity(group.master_dtype)
+        if group.sharded or not self.split or unit.numel <= room or len(unit.fragments) != 1:
+            return False
+        (bound,) = unit.fragments
+        grad = group.grad_of(bound) if facts.touched[unit.number][bound.position] else None
+        if grad is None or grad.is_sparse or grad.dtype == group.master_dtype or not can_slice(self.base, bound.leaf):
+            return False
+        step_in_slices(self.base, bound.leaf, grad, self.workspace.whole(room, group.master_dtype), scale)
+        self._finish_replicated(unit)
+        return True
+
+    def _finish_replicated(self, unit: Unit) -> None:
+        group = unit.group
+        group.push_masters(unit.fragments)
+        for bound in unit.fragments:
+            if bound.leaf is not bound.param:  # used up: room for the states and casts of the units to come
+                bound.param.grad = group.accum[bound.position] = None
 
     def _apply(self, units: Sequence[Unit]) -> None:
         if not units:
@@ -87,11 +125,10 @@ class InlineStepper:
         self.base.step()
         for unit in units:
             for bound in unit.fragments:
-                if bound.leaf is not bound.param:
-                    bound.leaf.grad = None
+                bound.leaf.grad = None
             group = unit.group
             if not group.sharded:
-                group.push_masters(unit.fragments)
+                self._finish_replicated(unit)
                 continue
             for segment in unit.segments:
                 if not group.aliased:
@@ -100,25 +137,26 @@ class InlineStepper:
                     group.model_piece(segment).copy_(piece)
                 self.publisher.publish(group, segment)
 
-    def _hand_over(self, unit: Unit, facts: BoundaryFacts, scale: float) -> bool:
-        """Give every touched leaf its scaled gradient. True when the gradients stayed where they are."""
+    def _hand_over(self, unit: Unit, facts: BoundaryFacts, scale: float) -> None:
+        """Give every touched leaf its scaled gradient: where it lies, or cast in the workspace."""
         group, touched = unit.group, facts.touched[unit.number]
         if group.sharded:
-            return self._hand_over_shard(unit, touched, scale)
+            self._hand_over_shard(unit, touched, scale)
+            return
         live = [(bound, group.grad_of(bound)) for bound in unit.fragments if touched[bound.position]]
         for bound in unit.fragments:
             if not touched[bound.position]:
                 bound.leaf.grad = None
         grads = [grad for _, grad in live if grad is not None]
         if not grads:
-            return True
+            return
         if grads[0].dtype == group.master_dtype:
             if scale != 1.0:
                 scale_in_place(grads, scale)
             for bound, grad in live:
                 if bound.leaf is not bound.param:
                     bound.leaf.grad = grad
-            return True
+            return
         space, offset = self._scratch(sum(grad.numel() for grad in grads), group), 0
         views = []
         for bound, grad in live:
@@ -131,15 +169,13 @@ class InlineStepper:
         space.narrow(0, 0, offset).mul_(scale)
         for (bound, _), view in zip([pair for pair in live if pair[1] is not None], views, strict=True):
             bound.leaf.grad = view
-        return False
 
-    def _hand_over_shard(self, unit: Unit, touched: bytes, scale: float) -> bool:
+    def _hand_over_shard(self, unit: Unit, touched: bytes, scale: float) -> None:
         group = unit.group
         if not unit.numel:
-            return True
+            return
         pieces = [group.grad_piece(segment) for segment in unit.segments]
-        in_place = group.accum_dtype == group.master_dtype
-        if in_place:
+        if group.accum_dtype == group.master_dtype:
             if scale != 1.0:
                 torch._foreach_mul_(pieces, scale)
         else:
@@ -152,7 +188,6 @@ class InlineStepper:
         held = {segment.index: piece for segment, piece in zip(unit.segments, pieces, strict=True)}
         for bound in unit.fragments:
             bound.leaf.grad = group.grad_view(bound, held[bound.segment]) if touched[bound.position] else None
-        return in_place
 
     def _scratch(self, numel: int, group: ShardGroup) -> torch.Tensor:
         if numel <= self.workspace.capacity(group.master_dtype):
