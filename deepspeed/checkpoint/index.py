@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.state_dict import FLAT, PLAIN, SCALAR, TENSOR
 
 MASTER = FP32_WEIGHT_KEY
+WEIGHT = "weight"  # of a parameter without an optimizer
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,10 @@ def copy_into(target: torch.Tensor, extents: Iterable[Extent], start: int) -> No
 # ---- filling it ----------------------------------------------------------------------------------------------------
 
 
-def owners_of(record: dict[str, Any]) -> dict[str, list[Owner]]:
-    """Which shard saved which elements, from the layout record."""
+def owners_of(groups: Iterable[dict[str, Any]]) -> dict[str, list[Owner]]:
+    """Which shard saved which elements, from these groups of the layout record."""
     table: dict[str, list[Owner]] = {}
-    for group in record["groups"]:
+    for group in groups:
         layout = ShardLayout.from_record(group["layout"])
         for rank in range(layout.world):
             for fragment in layout.fragments(rank):
@@ -194,6 +195,13 @@ def add_fragments(
                 index.add(name, entry["key"], Extent(file, key, 0, start, numel, kind, value[position]))
         if kind in (FLAT, SCALAR):
             _check_length(file, f"{where}.{place}", value, offset)
+
+
+def add_weight(index: FragmentIndex, file: str, name: str, start: int, numel: int, value: torch.Tensor) -> None:
+    """Add one rank's elements of a parameter without an optimizer. Raises CheckpointError for a wrong length."""
+    key = f"frozen_param_fragments.{name}"
+    _check_length(file, key, value, numel)
+    index.add(name, WEIGHT, Extent(file, key, 0, start, numel, FLAT, value))
 
 
 def _check_length(file: str, key: str, value: torch.Tensor, expected: int) -> None:

@@ -287,20 +287,23 @@ class CheckpointManager:
         if tag is None:
             return None
         engine = self.engine
-        saved = reader.SavedTag(folder, tag, writer.model_parallel_rank(engine))
+        self._refuse_pinned()
+        shard_rank, shards = engine.mesh.rank("zero"), engine.mesh.size("zero")
+        saved = reader.SavedTag(folder, tag, writer.model_parallel_rank(engine), shard_rank, shards)
         optimizer = engine.optimizer if not module_only else None
-        files = [saved.model_file]
         wants_masters = optimizer_states or engine.zero_load_from_fp32_weights()
-        if (
+        shard_files: list[str] = []
+        if saved.stage >= 3 or (
             optimizer is not None
             and saved.stage >= 1
             and (optimizer_states or (wants_masters and saved.has_optim_files()))
         ):
-            files += saved.optim_files()
-        saved.check_files(files, self.rank, self.world)
+            shard_files = saved.optim_files()
+        saved.check_files([*saved.model_files(), *shard_files], self.rank, self.world)
         plan = LoadPlan(engine, saved, restore.plan_module(engine.module, saved, strict, custom_load_fn))
         if optimizer is not None:
-            self._plan_optimizer(plan, optimizer_states, wants_masters and len(files) > (saved.stage >= 1))
+            with_masters = wants_masters and (saved.stage == 0 or bool(shard_files))
+            self._plan_optimizer(plan, optimizer_states, with_masters)
         if not module_only:
             plan.engine_plan = engine_state.plan_engine(
                 engine, saved, self.rank, scheduler_states=scheduler_states, optimizer_states=optimizer_states
@@ -313,9 +316,19 @@ class CheckpointManager:
         )
         return plan
 
+    def _refuse_pinned(self) -> None:
+        """Shards are written by loading: nobody may hold whole parameters meanwhile."""
+        sharded = self.engine.sharded_module
+        pinned = [block for block in sharded.gatherer.blocks if block.pins] if sharded is not None else []
+        if pinned:
+            raise CheckpointError(
+                f"load_checkpoint inside `with deepspeed.zero.GatheredParameters(...)` ({pinned[0].places[0].name} "
+                "and others are gathered): leave the context first"
+            )
+
     def _plan_optimizer(self, plan: LoadPlan, with_states: bool, with_masters: bool) -> None:
         saved = plan.saved
-        if saved.record is None:
+        if not saved.holds_optimizer:
             if with_states:
                 held = (
                     "holds no optimizer state"
@@ -341,8 +354,17 @@ class CheckpointManager:
     def save_16bit(
         self, save_dir: str | os.PathLike[str], save_filename: str, exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole module's state dict to ``save_dir/save_filename``, atomically, from rank 0. Collective."""
+        """Write the whole module's state dict to ``save_dir/save_filename``, atomically, from rank 0. Collective.
+
+        At stage 3 that means gathering the weights, which the config must allow: else nothing is written, and False.
+        """
         path = Path(save_dir) / _plain_file_name(save_filename)
+        if self.engine.zero_optimization_stage() >= 3 and not self.engine.zero_gather_16bit_weights_on_model_save():
+            self._say(
+                f"{path} was NOT written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it "
+                "to true, or use save_checkpoint and its zero_to_fp32.py"
+            )
+            return False
 
         def work() -> None:
             state = self.consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -356,11 +378,10 @@ class CheckpointManager:
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole module's state dict in its own dtype, on the host: a dict on rank 0, None elsewhere.
 
-        Buffers, frozen and tied tensors are in it (tied ones share memory); names hold no compile wrappers.
+        Buffers, frozen and tied tensors are in it (tied ones share memory); names hold no compile wrappers. Sharded
+        parameters are gathered block by block, by all ranks; the others keep nothing.
         """
-        if self.rank != 0:
-            return None
-        return export.whole_state_dict(self.engine, exclude_frozen_parameters)
+        return export.whole_state_dict(self.engine, exclude_frozen_parameters, keep=self.rank == 0)
 
     def _say(self, message: str) -> None:
         if self.rank == 0:
@@ -382,6 +403,8 @@ class LoadPlan:
         engine, optimizer = self.engine, self.engine.optimizer
         if optimizer is not None:
             engine.zero_grad()
+        if engine.sharded_module is not None:
+            engine.sharded_module.gatherer.release_all()  # what was gathered would be of the old weights
         self.module.apply(engine.module)
         if optimizer is not None:
             optimizer.refresh_fp32_params()

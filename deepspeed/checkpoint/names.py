@@ -3,6 +3,8 @@
 <save_dir>/latest                                          the tag, text
 <save_dir>/zero_to_fp32.py, zero_to_torch.py               recovery scripts, when optimizer state is sharded
 <save_dir>/<tag>/mp_rank_00_model_states.pt                weights and everything that is not per rank
+<save_dir>/<tag>/zero_pp_rank_D_mp_rank_00_model_states.pt the same at stage 3, by every shard rank; weights are in
+                                                           the optimizer-states files, or here when frozen
 <save_dir>/<tag>/[bf16_]zero_pp_rank_D_mp_rank_00_optim_states.pt     masters and optimizer state of shard rank D
 <save_dir>/<tag>/rng_state_R.pt                            random states of global rank R
 <save_dir>/<tag>/manifest.json                             every file with its size and checksum; makes a tag valid
@@ -39,6 +41,7 @@ _PARTIAL = re.compile(r"^\..+\.\d+\.partial$")
 _OPTIM = re.compile(
     rf"^(?P<bf16>bf16_|fp16_)?{ZERO_FILE_PREFIX}(?P<dp>\d+)_{MODEL_FILE_PREFIX}(?P<mp>\d+)_?{OPTIM_FILE_SUFFIX[1:]}$"
 )
+_MODEL = re.compile(rf"^{ZERO_FILE_PREFIX}(?P<dp>\d+)_{MODEL_FILE_PREFIX}(?P<mp>\d+){MODEL_FILE_SUFFIX}$")
 _OURS = re.compile(
     rf"^({MANIFEST}|rng_state_\d+\.pt|.*{MODEL_FILE_SUFFIX}|.*{OPTIM_FILE_SUFFIX[1:]}|{LAYER_FILE_PREFIX}\d+.*\.pt)$"
 )
@@ -48,6 +51,11 @@ _BAD_IN_TAG = re.compile(r"[\x00-\x1f\\]")
 def model_file(mp_rank: int) -> str:
     """Model states of one model-parallel rank (weights replicated over the data-parallel ranks)."""
     return f"{MODEL_FILE_PREFIX}{mp_rank:02d}{MODEL_FILE_SUFFIX}"
+
+
+def sharded_model_file(dp_rank: int, mp_rank: int) -> str:
+    """Model states of one shard rank, where weights are sharded (stage 3)."""
+    return f"{ZERO_FILE_PREFIX}{dp_rank}_{model_file(mp_rank)}"
 
 
 def optim_file(dp_rank: int, mp_rank: int, *, bf16: bool) -> str:
@@ -76,6 +84,18 @@ def parse_optim_file(name: str) -> OptimName | None:
     if found is None:
         return None
     return OptimName(int(found["dp"]), int(found["mp"]), found["bf16"] == "bf16_")
+
+
+def parse_sharded_model_file(name: str) -> tuple[int, int] | None:
+    """``(shard rank, model-parallel rank)`` of a name made by :func:`sharded_model_file`, else None."""
+    found = _MODEL.match(name)
+    return (int(found["dp"]), int(found["mp"])) if found else None
+
+
+def shard_rank_of(name: str) -> int | None:
+    """Shard rank whose file this is; None for a file that all shards share."""
+    optim, model = parse_optim_file(name), parse_sharded_model_file(name)
+    return optim.dp_rank if optim else model[0] if model else None
 
 
 def is_checkpoint_file(name: str) -> bool:

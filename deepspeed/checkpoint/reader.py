@@ -1,5 +1,8 @@
 """One saved tag, opened for reading: its files checked, its weights mapped, its optimizer state indexed.
 
+At stage 3 every rank has written model states, with empty parameters. One of these files is *the* model-states file of
+this process: its own at the same number of ranks, else the first. The weights are found through the index.
+
 Owns: finding the tag, checking that its files are there and whole, and turning them into a :class:`FragmentIndex`.
 Does not own: what an engine does with them (``restore.py``), agreement between ranks (``manager.py``).
 Invariant: opening changes nothing on disk but one thing: a tag that a crash left without its name gets it back.
@@ -13,13 +16,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import durable, names, trusted
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.manifest import Manifest, is_complete, read_manifest, wrong_checksums, wrong_sizes
+from deepspeed.checkpoint.weights import ShardedWeight
 from deepspeed.runtime.zero.layout import ShardLayout
-from deepspeed.runtime.zero.state_dict import FLAT
+from deepspeed.runtime.zero.state_dict import FLAT, base_state_key, masters_key
 
 
 def read_latest(load_dir: Path) -> str | None:
@@ -70,9 +76,10 @@ class SavedParameter:
 
 
 class SavedTag:
-    """See the module docstring. ``mp_rank`` is the slice of the model this process needs."""
+    """See the module docstring. ``mp_rank`` is the slice of the model this process needs, ``shard_rank`` of ``world``
+    its place among those that share it."""
 
-    def __init__(self, load_dir: Path, tag: str, mp_rank: int = 0) -> None:
+    def __init__(self, load_dir: Path, tag: str, mp_rank: int = 0, shard_rank: int = 0, world: int = 1) -> None:
         self.load_dir, self.tag, self.mp_rank = load_dir, tag, mp_rank
         self.folder = load_dir if tag == names.THIS_FOLDER else load_dir / tag
         durable.recover(self.folder, is_complete)
@@ -83,7 +90,10 @@ class SavedTag:
                 + (f"the tags there are {', '.join(found)}" if found else describe(load_dir))
             )
         self.manifest: Manifest | None = read_manifest(self.folder)
-        self.model_file = names.model_file(mp_rank)
+        self._sharded_model_files = self._find_sharded_model_files()
+        files = self._sharded_model_files
+        own = shard_rank if len(files) == world else min(files, default=0)
+        self.model_file = files.get(own, names.model_file(mp_rank))
         self._require([self.model_file])
         self.model: dict[str, Any] = trusted.load_file(self.folder / self.model_file)
         if not isinstance(self.model, dict) or keys.MODULE not in self.model:
@@ -116,7 +126,12 @@ class SavedTag:
     @property
     def shards(self) -> int:
         """Ranks the optimizer state was saved by."""
-        return int(self.model.get(keys.DP_WORLD_SIZE, 1)) if self.stage >= 1 else 0
+        return int(self.model.get(keys.DP_WORLD_SIZE, 1)) if self.stage >= 1 and self.holds_optimizer else 0
+
+    @property
+    def holds_optimizer(self) -> bool:
+        """An optimizer's state was saved, in a form this release knows."""
+        return self.record is not None and bool(self.record["groups"])
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 
@@ -131,6 +146,11 @@ class SavedTag:
                 raise CheckpointError(
                     f"{self.path}: {key!r} asks for {', '.join(asked)}, which no checkpoint needs; refused"
                 )
+        if self._sharded_model_files and self.record is None:
+            raise CheckpointError(
+                f"{self.folder} was written at stage 3 by another release; its zero_to_fp32.py makes one state dict of "
+                "it, which engine.load_module_state_dict loads"
+            )
         version = (self.record or {}).get("version", keys.LAYOUT_RECORD_VERSION)
         if version != keys.LAYOUT_RECORD_VERSION:
             raise CheckpointError(
@@ -148,6 +168,24 @@ class SavedTag:
                 f"torch.serialization.add_safe_globals([{classes}]) before loading"
             )
         return value
+
+    def _find_sharded_model_files(self) -> dict[int, str]:
+        """``shard rank -> model-states file`` of a tag of stage 3; empty for others."""
+        listed = self.manifest.files if self.manifest is not None else [entry.name for entry in self.folder.iterdir()]
+        found = ((names.parse_sharded_model_file(name), name) for name in listed)
+        return {parts[0]: name for parts, name in found if parts is not None and parts[1] == self.mp_rank}
+
+    def model_files(self) -> list[str]:
+        """Every model-states file a load may read. Raises CheckpointError naming the missing ones."""
+        if not self._sharded_model_files:
+            return [self.model_file]
+        ranks = range(int(self.model[keys.DP_WORLD_SIZE]))
+        missing = [names.sharded_model_file(r, self.mp_rank) for r in ranks if r not in self._sharded_model_files]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder} was saved by {len(ranks)} ranks; model-states files are missing: {', '.join(missing)}"
+            )
+        return [self._sharded_model_files[rank] for rank in ranks]
 
     def optim_files(self) -> list[str]:
         """File name of every shard, in rank order. Raises CheckpointError naming the missing ones."""
@@ -190,12 +228,79 @@ class SavedTag:
             return
         share = []
         for number, name in enumerate(chosen):
-            parts = names.parse_optim_file(name)
-            if (parts.dp_rank if parts else number) % world == rank:
+            shard = names.shard_rank_of(name)
+            if (number if shard is None else shard) % world == rank:
                 share.append(name)
         problems = wrong_checksums(self.folder, self.manifest, share)
         if problems:
             raise CheckpointError(f"checkpoint {self.tag!r} in {self.load_dir}: {'; '.join(problems)}")
+
+    # ---- module ----------------------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, Any]:
+        """The saved state of the module: tensors, mapped, and a :class:`ShardedWeight` for what lies in shards."""
+        state: dict[str, Any] = self.check_trust(keys.MODULE, self.model[keys.MODULE])
+        if self.stage < 3:
+            return state
+        first = self.model.get(keys.SHARED_PARAMS) or {}
+        made: dict[str, ShardedWeight] = {}
+        listed = type(state)()
+        for name, value in state.items():
+            kept = first.get(name, name)
+            if kept not in made and (weight := self._weight(kept)) is not None:
+                made[kept] = weight
+            listed[name] = made.get(kept, value)
+        if hasattr(state, "_metadata"):
+            listed._metadata = state._metadata  # type: ignore[attr-defined]
+        return listed
+
+    def _weight(self, name: str) -> ShardedWeight | None:
+        if name in self.parameters:
+            held = self.parameters[name]
+            return ShardedWeight(name, held.shape, getattr(torch, held.dtype), self.index, indexing.MASTER)
+        if name in self._rest:
+            shape, dtype = self._rest[name]
+            return ShardedWeight(name, shape, getattr(torch, dtype), self.rest_index, indexing.WEIGHT)
+        return None
+
+    @cached_property
+    def _rest(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every parameter no optimizer held (stage 3)."""
+        runs = self.record["rest"] if self.record else ()
+        return {
+            name: (tuple(shape), run["dtype"])
+            for run in runs
+            for name, shape in zip(run["names"], run["shapes"], strict=True)
+        }
+
+    @cached_property
+    def rest_index(self) -> indexing.FragmentIndex:
+        """Where the weights lie that no optimizer held (stage 3). Files are opened when first needed."""
+        assert self.record is not None
+        made = indexing.FragmentIndex(indexing.owners_of(self.record["rest"]))
+        made.open_rank = lambda rank: self._index_rest(made, rank)
+        return made
+
+    def _index_rest(self, made: indexing.FragmentIndex, rank: int) -> None:
+        assert self.record is not None
+        file = self.model_files()[rank]
+        model = self.model
+        if file != self.model_file:
+            self._require([file])
+            model = trusted.load_file(self.folder / file)
+            if model.get(keys.LAYOUT_RECORD) != self.record:
+                raise CheckpointError(
+                    f"{self.folder / file} does not belong to this checkpoint: its layout record differs from the one "
+                    f"in {self.model_file}"
+                )
+        held = model[keys.FROZEN_PARAM_FRAGMENTS]
+        asked = trusted.untrusted_paths(held)
+        if asked:
+            raise CheckpointError(f"{self.folder / file} asks for {', '.join(asked)}, which is refused")
+        for run in self.record["rest"]:
+            for part in ShardLayout.from_record(run["layout"]).fragments(rank):
+                if part.name in held:
+                    indexing.add_weight(made, file, part.name, part.param_start, part.numel, held[part.name])
 
     # ---- optimizer state -------------------------------------------------------------------------------------------
 
@@ -215,7 +320,12 @@ class SavedTag:
         """The saved optimizer's parameter groups."""
         if self.stage == 0:
             return list(_plain_optimizer(self.model[keys.OPTIMIZER])[keys.PARAM_GROUPS])
-        return list(self.any_shard()[keys.BASE_OPTIMIZER_STATE][keys.PARAM_GROUPS])
+        return list(self.base_state(self.any_shard())[keys.PARAM_GROUPS])
+
+    def base_state(self, shard: dict[str, Any]) -> dict[str, Any]:
+        """The base optimizer's state in a shard's dict."""
+        found: dict[str, Any] = shard[base_state_key(self.stage)]
+        return found
 
     @cached_property
     def _shards(self) -> dict[int, dict[str, Any]]:
@@ -251,7 +361,7 @@ class SavedTag:
             return made
         module = self.model[keys.MODULE]
         for name, saved in self.parameters.items():
-            if saved.aliased and name in module:
+            if saved.aliased and name in module and self.stage < 3:
                 extent = indexing.Extent(
                     self.model_file, f"module.{name}", 0, 0, module[name].numel(), FLAT, module[name]
                 )
@@ -259,20 +369,20 @@ class SavedTag:
         if self.stage == 0:
             self._index_stage_0(made)
         else:
-            made.owners = indexing.owners_of(self.record)
+            made.owners = indexing.owners_of(self.record["groups"])
             made.open_rank = lambda rank: self._index_shard(made, rank)
         return made
 
     def _index_shard(self, made: indexing.FragmentIndex, rank: int) -> None:
         assert self.record is not None
         shard, file = self.shard(rank), self.optim_files()[rank]
-        states = shard[keys.BASE_OPTIMIZER_STATE]["state"]
+        states, flat = self.base_state(shard)["state"], shard[masters_key(self.stage)]
         for number, group in enumerate(self.record["groups"]):
             layout = ShardLayout.from_record(group["layout"])
             if rank >= layout.world:
                 continue
             fragments = [(part.name, part.param_start, part.numel) for part in layout.fragments(rank)]
-            master = None if group["aliased"] else shard[keys.SINGLE_PARTITION_OF_FP32_GROUPS][number]
+            master = None if group["aliased"] and self.stage < 3 else flat[number]
             table = shard[keys.STATE_TABLES][number]
             indexing.add_fragments(made, file, fragments, states[number], table, master, f"group {number}")
 

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.index import MASTER, Extent, copy_into
+from deepspeed.checkpoint.index import MASTER, Extent
 from deepspeed.checkpoint.reader import SavedTag
+from deepspeed.checkpoint.weights import WeightPlan, fill, made_whole, plan_weights, split
 from deepspeed.runtime.zero import state_dict as zero_state
+from deepspeed.runtime.zero.sharded_parameter import parameter_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.optimizer import ZeroOptimizer
@@ -46,26 +47,37 @@ def few(found: Iterable[str], limit: int = 8) -> str:
 
 @dataclass
 class ModulePlan:
-    """The saved module state under the live module's own names, and how it is handed over."""
+    """The saved module state under the live module's own names, and how it is handed over.
+
+    ``weights``: those that lie in shards, which are copied by themselves.
+    """
 
     state: dict[str, Any]
     strict: bool
     custom: CustomLoad | None
     notes: list[str] = field(default_factory=list)
+    weights: list[WeightPlan] = field(default_factory=list)
 
+    @torch.no_grad()
     def apply(self, module: nn.Module) -> None:
         if self.custom is not None:
             self.custom(src=self.state, dst=module)
         else:
             module.load_state_dict(self.state, strict=self.strict)
+        for weight in self.weights:
+            weight.apply()
 
 
 def plan_module(module: nn.Module, saved: SavedTag, strict: bool, custom: CustomLoad | None) -> ModulePlan:
-    """Match names and shapes. Raises CheckpointError listing what does not fit, with nothing changed yet."""
-    state = saved.check_trust(keys.MODULE, saved.model[keys.MODULE])
+    """Match names and shapes. Raises CheckpointError listing what does not fit, with nothing changed yet.
+
+    Weights that lie in shards are put together in host memory only for code that takes loading into its own hands: a
+    custom function, or a module that renames keys.
+    """
+    state = saved.module_state()
     by_clean = {names.clean_name(name): value for name, value in state.items()}
     if custom is not None:
-        return ModulePlan(by_clean, strict, custom)
+        return ModulePlan(made_whole(by_clean), strict, custom)
     live = module.state_dict()
     raw_names = {names.clean_name(name): name for name in live}
     excluded = set(saved.engine_state.get("excluded_frozen", ()))
@@ -80,6 +92,7 @@ def plan_module(module: nn.Module, saved: SavedTag, strict: bool, custom: Custom
             f"{len(kept)} frozen parameters were left out of the checkpoint and stay as they are: {few(kept)}"
         )
     if _renames_keys(module):
+        plan.state.update(made_whole(plan.state))
         return plan  # the module changes names while loading: only it can tell what fits
     problems = _shape_problems(live, raw_names, by_clean)
     if strict and absent:
@@ -89,6 +102,9 @@ def plan_module(module: nn.Module, saved: SavedTag, strict: bool, custom: Custom
     if problems:
         hint = " (load_module_strict=False loads what fits)" if strict and (absent or unexpected) else ""
         raise CheckpointError(f"{saved.path} does not fit the model: {'; '.join(problems)}{hint}")
+    plan.weights = plan_weights(module, split(plan.state)[1])
+    for name in split(plan.state)[1]:
+        del plan.state[name]
     plan.strict = False  # checked above; what is missing now is missing on purpose
     if absent:
         plan.notes.append(
@@ -106,6 +122,9 @@ def _missing(live: dict[str, Any], raw_names: dict[str, str], saved: dict[str, A
 
 
 def _identity(value: Any) -> Any:
+    param = parameter_of(value)
+    if param is not value:
+        return id(param)
     if isinstance(value, torch.Tensor) and value.numel():
         return (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
     return id(value)
@@ -115,9 +134,10 @@ def _shape_problems(live: dict[str, Any], raw_names: dict[str, str], saved: dict
     problems = []
     for name, value in saved.items():
         target = live.get(raw_names.get(name, ""))
-        if isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor) and value.shape != target.shape:
+        shape = getattr(value, "shape", None)
+        if shape is not None and isinstance(target, torch.Tensor) and tuple(shape) != tuple(target.shape):
             problems.append(
-                f"{name} has shape {tuple(value.shape)} in the checkpoint, {tuple(target.shape)} in the model"
+                f"{name} has shape {tuple(shape)} in the checkpoint, {tuple(target.shape)} in the model"
             )
     return problems
 
@@ -182,21 +202,12 @@ class OptimizerPlan:
         for plan in self.fragments:
             leaf = plan.bound.leaf
             if plan.master is not None:
-                _fill(leaf.detach(), plan.master, plan.bound.fragment.param_start)
+                fill(leaf.detach(), plan.master, plan.bound.fragment.param_start)
             if self.with_states:
                 base.state.pop(leaf, None)
                 restored = {key: _restored(key, extents, plan) for key, extents in plan.states.items()}
                 if restored:
                     base.state[leaf] = restored
-
-
-def _fill(target: torch.Tensor, extents: list[Extent], start: int) -> None:
-    if target.is_contiguous():
-        copy_into(target, extents, start)
-        return
-    whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-    copy_into(whole, extents, start)
-    target.copy_(whole)
 
 
 def _restored(key: str, extents: list[Extent], plan: FragmentPlan) -> Any:
@@ -209,7 +220,7 @@ def _restored(key: str, extents: list[Extent], plan: FragmentPlan) -> Any:
     if first.kind == zero_state.TENSOR:
         return first.value.detach().to(leaf.device, dtype, copy=True)
     made = torch.empty_like(leaf, dtype=dtype, requires_grad=False)
-    _fill(made, extents, plan.bound.fragment.param_start)
+    fill(made, extents, plan.bound.fragment.param_start)
     return made
 
 
@@ -231,7 +242,8 @@ def plan_optimizer(
                 f"parameter {name!r} has shape {tuple(bound.param.shape)}; the optimizer state in {saved.folder} was "
                 f"saved for {held.shape}. Load weights alone with load_module_only=True"
             )
-        plan.fragments.append(_plan_fragment(optimizer, group, bound, saved, with_states))
+        in_module = saved.stage < 3 or name in module_names
+        plan.fragments.append(_plan_fragment(optimizer, group, bound, saved, with_states, in_module))
     plan.publish = any(
         (held := saved.parameters.get(name)) is not None and held.dtype != zero_state.dtype_name(group.dtype)
         for group in optimizer.groups
@@ -241,7 +253,7 @@ def plan_optimizer(
     if with_states:
         plan.settings = _plan_settings(plan, optimizer, saved)
         if saved.stage >= 1:
-            plan.extra = dict(saved.any_shard()[keys.BASE_OPTIMIZER_STATE].get("extra", {}))
+            plan.extra = dict(saved.base_state(saved.any_shard()).get("extra", {}))
     return plan
 
 
@@ -252,13 +264,18 @@ def fragments_of(optimizer: ZeroOptimizer) -> Iterator[tuple[ShardGroup, BoundFr
 
 
 def _plan_fragment(
-    optimizer: ZeroOptimizer, group: ShardGroup, bound: BoundFragment, saved: SavedTag, with_states: bool
+    optimizer: ZeroOptimizer,
+    group: ShardGroup,
+    bound: BoundFragment,
+    saved: SavedTag,
+    with_states: bool,
+    in_module: bool,
 ) -> FragmentPlan:
     fragment, index = bound.fragment, saved.index
     held = saved.parameters[fragment.name]
     where = (fragment.param_start, fragment.numel)
     # Weights that were their own masters have been loaded with the module where they are so here, too.
-    with_weights = held.aliased and bound.aliased and held.dtype == zero_state.dtype_name(group.dtype)
+    with_weights = in_module and held.aliased and bound.aliased and held.dtype == zero_state.dtype_name(group.dtype)
     master = None if with_weights else index.cover(fragment.name, MASTER, *where)
     states = {}
     if with_states:

@@ -1,7 +1,8 @@
 """What each rank writes: the content of every file of a tag, as objects ready for ``utils/torch_file.py``.
 
     data-parallel rank 0 of each model-parallel rank    model states (with the optimizer's state at stage 0)
-    every rank of the shard axis, stages 1 and 2        its optimizer states
+    every rank of the shard axis, stage 3               model states instead; parameters are empty in their state dict
+    every rank of the shard axis, stages 1 to 3         its optimizer states; at stage 3 the weights are in them
     every rank                                          its random states
 
 Owns: the keys and their content. Does not own: opening and naming folders, agreement between ranks (``manager.py``).
@@ -18,6 +19,7 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import names, random_state
+from deepspeed.checkpoint import rest as resting
 from deepspeed.git_version_info import version
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.utils.torch_file import Pack, Slice
@@ -52,11 +54,16 @@ def contents(
     stage = int(engine.zero_optimization_stage())
     optimizer = engine.optimizer
     record = None
-    if optimizer is not None:
-        record = zero_state.layout_record(optimizer, axes(engine), stage)
+    rest = resting.rest_runs(engine, exclude_frozen) if stage >= 3 else []
+    if optimizer is not None or stage >= 3:
+        record = zero_state.layout_record(optimizer, axes(engine), stage, [run.record() for run in rest])
     mp_rank = model_parallel_rank(engine)
     files: dict[str, dict[str, Any]] = {}
-    if writes_model:
+    if stage >= 3:
+        file = names.sharded_model_file(engine.mesh.rank("zero"), mp_rank)
+        files[file] = model_states(engine, record, stage, client_state, exclude_frozen)
+        files[file].update(rest_states(rest, exclude_frozen))
+    elif writes_model:
         files[names.model_file(mp_rank)] = model_states(engine, record, stage, client_state, exclude_frozen)
     if optimizer is not None and stage >= 1:
         file = names.optim_file(engine.mesh.rank("zero"), mp_rank, bf16=bool(engine.bfloat16_enabled()))
@@ -83,10 +90,13 @@ def model_states(
     """Content of the model-states file. The library's own keys win over ``client_state``."""
     optimizer = engine.optimizer
     named = list(engine.module.named_parameters(remove_duplicate=False))
+    module = module_state(engine, exclude_frozen)
+    if stage >= 3:
+        empty_parameters(module, named)
     frozen = {names.clean_name(name): param for name, param in named if not param.requires_grad}
     left_out = sorted(frozen) if exclude_frozen else []
     state = {
-        keys.MODULE: module_state(engine, exclude_frozen),
+        keys.MODULE: module,
         keys.BUFFER_NAMES: buffer_names(engine),
         keys.OPTIMIZER: stage_0_optimizer(optimizer) if optimizer is not None and stage == 0 else None,
         keys.PARAM_SHAPES: param_shapes(optimizer) if optimizer is not None and stage >= 1 else None,
@@ -107,10 +117,25 @@ def model_states(
         keys.LAYOUT_RECORD: record,
         keys.ENGINE_STATE: engine_state(engine, left_out),
     }
-    if stage >= 2 and not exclude_frozen:
+    if stage == 2 and not exclude_frozen:
         state[keys.FROZEN_PARAM_SHAPES] = OrderedDict((name, param.shape) for name, param in frozen.items())
         state[keys.FROZEN_PARAM_FRAGMENTS] = OrderedDict((name, param.detach()) for name, param in frozen.items())
     return {**client_state, **state}
+
+
+def rest_states(rest: list[resting.RestRun], exclude_frozen: bool) -> dict[str, Any]:
+    """The keys of the model-states file for parameters that no optimizer holds, at stage 3."""
+    if exclude_frozen and not rest:
+        return {}
+    return {keys.FROZEN_PARAM_SHAPES: resting.shapes(rest), keys.FROZEN_PARAM_FRAGMENTS: resting.fragments(rest)}
+
+
+def empty_parameters(module: dict[str, Any], named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Parameters of a module's state become empty tensors of their dtype: their elements are in the shards."""
+    for name, param in named:
+        clean = names.clean_name(name)
+        if clean in module:
+            module[clean] = torch.empty(0, dtype=param.dtype)
 
 
 def module_state(engine: DeepSpeedEngine, exclude_frozen: bool) -> OrderedDict[str, Any]:

@@ -319,9 +319,15 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save model, optimizer, schedule, counters and ``client_state`` under ``save_dir/tag``. Collective."""
+        self._absorb_edits()
+        return self.checkpoint.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+    def _absorb_edits(self) -> None:
+        """Masters and shards take the weights that the user has written in place."""
         if self.optimizer is not None:
             self.optimizer.absorb_edits()
-        return self.checkpoint.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        if self.sharded_module is not None:
+            self.sharded_module.gatherer.absorb_edits()
 
     def load_checkpoint(
         self,

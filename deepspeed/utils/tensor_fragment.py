@@ -88,10 +88,7 @@ def _assemble(param: nn.Parameter, pick: Pick) -> torch.Tensor | None:
 def _scatter(param: nn.Parameter, value: torch.Tensor, call: str, pick: Pick) -> None:
     """Write the whole tensor ``value`` into this rank's fragments."""
     owner = _must_own(param, call)
-    if value.numel() != param.numel():
-        raise ValueError(
-            f"{call}: parameter {_name(owner, param)} has shape {tuple(param.shape)}, the value {tuple(value.shape)}"
-        )
+    _check_numel(owner, param, value, call)
     flat = value.detach().reshape(-1)
     for bound in owner.bound_to(param):
         target = pick(bound)
@@ -99,6 +96,13 @@ def _scatter(param: nn.Parameter, value: torch.Tensor, call: str, pick: Pick) ->
             raise ValueError(f"{call}: parameter {_name(owner, param)} has no such tensor yet (before the first step?)")
         start = bound.fragment.param_start
         target.copy_(flat[start : start + bound.fragment.numel].view(target.shape))
+
+
+def _check_numel(owner: ZeroOptimizer, param: nn.Parameter, value: torch.Tensor, call: str) -> None:
+    if value.numel() != param.numel():
+        raise ValueError(
+            f"{call}: parameter {_name(owner, param)} has shape {tuple(param.shape)}, the value {tuple(value.shape)}"
+        )
 
 
 def _name(owner: ZeroOptimizer, param: nn.Parameter) -> str:
@@ -127,11 +131,14 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the master weights of ``param``; its own weights follow on this rank at once. Same ``value`` on all ranks."""
     owner = _must_own(param, "safe_set_full_fp32_param")
-    _scatter(param, value, "safe_set_full_fp32_param", _master)
+    _check_numel(owner, param, value, "safe_set_full_fp32_param")
+    group, position = owner.find(param)
+    # First the weights, which may be rounded and which the masters follow, then the masters as given.
     with torch.no_grad():
         param.detach().copy_(value.view(param.shape))
-    group, position = owner.find(param)
+    group.absorb_edits(position)
     group.versions[position] = param._version
+    _scatter(param, value, "safe_set_full_fp32_param", _master)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -212,6 +219,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's elements of the master; the weights follow on all ranks. Collective (all ranks set theirs)."""
     owner = _must_own(param, "safe_set_local_fp32_param")
+    owner.absorb_edits()  # of other parameters: publishing writes the masters of all of them into the weights
     _set_local(param, value, "safe_set_local_fp32_param", _master)
     owner.publish_masters()
 

@@ -215,10 +215,11 @@ class _Saved:
         buffers = [name for name in self.model.get("buffer_names") or () if name in module]
         if self.model.get("buffer_names") is None:
             raise ValueError(f"{self.folder}: the model-states file has no buffer_names")
-        trained = [name for name in self.masters if name not in self.aliases]
+        left_out = self.frozen if exclude_frozen else ()
+        trained = [name for name in self.masters if name not in self.aliases and name not in left_out]
         known = {*buffers, *trained, *self.aliases}
         others = [name for name in module if name not in known and module[name].numel()]
-        frozen = [name for name in [*self.frozen, *others] if name not in known and (name in module)]
+        frozen = [name for name in others if name not in known and name not in self.frozen]
         order = dict.fromkeys([*buffers, *([] if exclude_frozen else frozen), *trained])
         out: OrderedDict[str, GatheredTensor] = OrderedDict()
         for name in order:
@@ -280,16 +281,19 @@ def _open_recorded(folder: str, model: dict[str, Any], record: dict[str, Any]) -
     if int(record["zero_stage"]) == 0:
         _stage_0_masters(saved, record)
         return saved
-    world = int(model["dp_world_size"])
-    shards = [part["optimizer_state_dict"] for part in _shard_files(folder, world)]
+    world, stage = int(model["dp_world_size"]), int(record["zero_stage"])
+    shards = [part["optimizer_state_dict"] for part in _shard_files(folder, world)] if record["groups"] else []
+    if stage == 3:
+        _recorded_rest(saved, record, world)
     for number, group in enumerate(record["groups"]):
         shapes = {slot[0]: shape for slot, shape in zip(group["layout"]["slots"], group["shapes"], strict=True)}
-        if group["aliased"]:
+        if group["aliased"] and stage < 3:
             saved.masters.update((name, _of_tensor(module[name])) for name in shapes)
             continue
         pieces: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in shapes}
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         for rank in range(group["layout"]["world"]):
-            flat, offset = shards[rank]["single_partition_of_fp32_groups"][number], 0
+            flat, offset = shards[rank][key][number], 0
             for name, start, numel in record_fragments(group["layout"], rank):
                 pieces[name].append((start, flat[offset : offset + numel]))
                 offset += numel
@@ -300,7 +304,31 @@ def _open_recorded(folder: str, model: dict[str, Any], record: dict[str, Any]) -
     return saved
 
 
-def _put_together(folder: str, name: str, parts: list[tuple[int, torch.Tensor]], shape: Any) -> GatheredTensor:
+def _recorded_rest(saved: _Saved, record: dict[str, Any], world: int) -> None:
+    """Stage 3: parameters no optimizer held, from the fragments in every rank's model-states file."""
+    if not record["rest"]:
+        return
+    files = get_model_state_files(saved.folder)
+    if len(files) != world:
+        raise ValueError(f"{saved.folder} was saved by {world} ranks but has {len(files)} model-states files")
+    held = [_load(file)["frozen_param_fragments"] for file in files]
+    for run in record["rest"]:
+        pieces: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in run["names"]}
+        for rank in range(world):
+            for name, start, numel in record_fragments(run["layout"], rank):
+                if name not in pieces:
+                    continue
+                if held[rank][name].numel() != numel:
+                    raise ValueError(f"{files[rank]}: {name} has {held[rank][name].numel()} elements, not {numel}")
+                pieces[name].append((start, held[rank][name]))
+        for name, shape in zip(run["names"], run["shapes"], strict=True):
+            saved.masters[name] = _put_together(saved.folder, name, pieces[name], shape, held[0][name].dtype)
+            saved.frozen.add(name)
+
+
+def _put_together(
+    folder: str, name: str, parts: list[tuple[int, torch.Tensor]], shape: Any, dtype: torch.dtype = torch.float32
+) -> GatheredTensor:
     parts = sorted((part for part in parts if part[1].numel()), key=lambda part: part[0])
     reached = 0
     for start, part in parts:
@@ -309,7 +337,7 @@ def _put_together(folder: str, name: str, parts: list[tuple[int, torch.Tensor]],
         reached += part.numel()
     if reached != math.prod(shape):
         raise ValueError(f"{folder}: parameter {name} has {math.prod(shape)} elements, only {reached} were found")
-    return GatheredTensor([part for _, part in parts], shape, torch.float32)
+    return GatheredTensor([part for _, part in parts], shape, dtype)
 
 
 def _stage_0_masters(saved: _Saved, record: dict[str, Any]) -> None:
@@ -478,8 +506,6 @@ def _gather(checkpoint_dir: str, tag: str | None, exclude_frozen: bool, dtype: t
         print(f"{len(left_out)} frozen parameters were left out when {folder} was saved and are not in the result")
     found = saved.tensors(dtype, exclude_frozen)
     if exclude_frozen:
-        for name in saved.frozen:
-            found.pop(name, None)
         print("frozen parameters are left out, as asked")
     if debug:
         for name, tensor in found.items():
@@ -566,14 +592,36 @@ def convert_zero_checkpoint_to_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str, tag: str | None = None
 ) -> torch.nn.Module:
-    """Move ``model`` to the host, load the whole fp32 state into it, return it. No engine can use it any more."""
+    """Move ``model`` to the host, load the whole fp32 state into it, return it. No engine can use it any more.
+
+    Parameters that an engine has sharded over ranks (stage 3) become plain ones, of their own dtype.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    _unshard(model)
     model = model.cpu()
     missing, unexpected = model.load_state_dict(state, strict=False)
     for names, what in ((missing, "not in the checkpoint"), (unexpected, "not in the model")):
         if names:
             print(f"{len(names)} tensors are {what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}")
     return model
+
+
+def _unshard(model: torch.nn.Module) -> None:
+    """Put empty plain parameters where sharded ones are, tied ones tied, and take away the hooks that gather them."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for part in model.modules():
+        for name, param in part._parameters.items():
+            shape = getattr(param, "ds_shape", None)
+            if param is None or shape is None:
+                continue
+            if id(param) not in made:
+                empty = torch.empty(shape, dtype=param.dtype, device=device)
+                made[id(param)] = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
+            part._parameters[name] = made[id(param)]
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "").startswith("deepspeed.runtime.zero"):
+                    del hooks[key]
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

@@ -232,6 +232,21 @@ class ParamGatherer:
         if self._live.pop(block.index, None) is not None:
             self._live_numel -= block.numel
 
+    @contextlib.contextmanager
+    def borrowed(self, block: ParamBlock) -> Iterator[torch.Tensor]:
+        """The full buffer of ``block`` for a look between steps. Collective.
+
+        Parameters and the order of uses stay as they are; a buffer that was not there before is let go of afterwards.
+        """
+        was_here = block.full is not None
+        if not was_here:
+            self._launch(block)
+        try:
+            yield block.arrive()
+        finally:
+            if not was_here:
+                self._release(block)
+
     # ---- changes of the values -------------------------------------------------------------------------------------
 
     def absorb_edits(self) -> None:

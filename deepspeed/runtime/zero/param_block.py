@@ -270,25 +270,38 @@ class ParamBlock:
         if self.on_write is not None:
             self.on_write(positions)
 
-    @torch.no_grad()
     def write_shard(self, position: int, value: torch.Tensor | float) -> None:
         """Set a parameter that is not bound from a whole value (or one number) known to every rank; local."""
+
+        def copy(elements: torch.Tensor, start: int) -> None:
+            if isinstance(value, torch.Tensor):
+                flat = value.detach().expand(self.places[position].shape).reshape(-1)
+                elements.copy_(flat.narrow(0, start, elements.numel()))
+            else:
+                elements.fill_(value)
+
+        self.write_own(position, copy)
+
+    def own(self, position: int) -> tuple[int, torch.Tensor]:
+        """``(start in the parameter, elements)``: this rank's part of a parameter, in the shard.  # 1D, may be empty"""
+        place, piece = self.places[position], self.shard.numel()
+        low = max(place.start, self.rank * piece)
+        high = min(place.start + place.numel, (self.rank + 1) * piece)
+        if high <= low:
+            return 0, self.shard.narrow(0, 0, 0)
+        return low - place.start, self.shard.narrow(0, low - self.rank * piece, high - low)
+
+    @torch.no_grad()
+    def write_own(self, position: int, fill: Callable[[torch.Tensor, int], None]) -> None:
+        """Every rank sets its own elements of a parameter that is not bound: ``fill(elements, start)``; local."""
         if self.full is not None:  # its buffer would be stale
             self.arrive()
             live_buffers.pop(self._address, None)
             self.owner.dropped(self)
             self.full = None
-        place = self.places[position]
-        piece = self.shard.numel()
-        low = max(place.start, self.rank * piece)
-        high = min(place.start + place.numel, (self.rank + 1) * piece)
-        if high > low:
-            target = self.shard.narrow(0, low - self.rank * piece, high - low)
-            if isinstance(value, torch.Tensor):
-                flat = value.detach().expand(place.shape).reshape(-1)
-                target.copy_(flat.narrow(0, low - place.start, high - low))
-            else:
-                target.fill_(value)
+        start, elements = self.own(position)
+        if elements.numel():
+            fill(elements, start)
         self.changed({position})
 
     # ---- life ------------------------------------------------------------------------------------------------------

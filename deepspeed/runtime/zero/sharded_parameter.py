@@ -53,7 +53,7 @@ class ShardedTensor:
     # nn.Parameter answers these itself, without dispatch.
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # as torch.Tensor's
-        block, param = block_of(self), _parameter(self)
+        block, param = block_of(self), parameter_of(self)
         kind = "data of a parameter" if isinstance(self, ShardedData) else "Parameter"
         name = f" {block.name_of(param)!r}" if block is not None else ""
         return f"<{kind}{name} of shape {tuple(param.shape)}, {param.dtype}, sharded>"
@@ -93,11 +93,11 @@ def _placeholder_element(dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 def block_of(value: object) -> ParamBlock | None:
     """The block of a sharded parameter (gathered or not) or of its ``ShardedData``; None for anything else."""
-    reference = getattr(_parameter(value), "__dict__", {}).get("_ds_block")
+    reference = getattr(parameter_of(value), "__dict__", {}).get("_ds_block")
     return reference() if reference is not None else None
 
 
-def _parameter(value: Any) -> Any:
+def parameter_of(value: Any) -> Any:
     """The parameter that ``value`` is, or stands for."""
     return value._ds_param if isinstance(value, ShardedData) else value
 
@@ -116,12 +116,12 @@ def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Gather what ``func`` needs, where that is allowed, and run it on real parameters."""
     blocks: dict[int, ParamBlock] = {}
     for held in _sharded_in((*args, *kwargs.values())):
-        param = _parameter(held)
+        param = parameter_of(held)
         block = block_of(param)
         if block is None or block.owner is None:
             raise ShardedParameterError(
-                f"{_name(func)}: a sharded parameter of shape {tuple(param.shape)} has lost its engine (destroyed?) and "
-                "with it its values. Load them from a checkpoint"
+                f"{_name(func)}: a sharded parameter of shape {tuple(param.shape)} has lost its engine (destroyed?) "
+                "and with it its values. Load them from a checkpoint"
             )
         if not block.pins and not block.owner.may_gather():
             raise _refusal(block.name_of(param), _name(func))
@@ -176,7 +176,7 @@ def _refusal(name: str, func: str) -> ShardedParameterError:
 
 def _data_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.data`` and ``.detach()``: real values during training, else a :class:`ShardedData`."""
-    param = _parameter(args[0])
+    param = parameter_of(args[0])
     block = block_of(param)
     if block is not None and block.owner is not None and block.owner.in_training():
         return _with_values(func, args, kwargs)
@@ -191,13 +191,13 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if not isinstance(target, ShardedTensor):  # a sharded tensor is the source
         return _with_values(func, args, kwargs)
-    param: Any = _parameter(target)
+    param: Any = parameter_of(target)
     block = block_of(param)
     source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("value", 0.0))
     if block is None or block.owner is None:
         return _with_values(func, args, kwargs)
     if isinstance(source, ShardedTensor):
-        if _parameter(source) is param:  # module.to() and its kin assign a parameter its own data
+        if parameter_of(source) is param:  # module.to() and its kin assign a parameter its own data
             return None if func is _SET_DATA else target
         return _with_values(func, args, kwargs)
     if torch.is_grad_enabled() and param.requires_grad and target is param and func is not _SET_DATA:
@@ -222,7 +222,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_copy(held: Any) -> Any:
-    param, block = _parameter(held), block_of(held)
+    param, block = parameter_of(held), block_of(held)
     name = block.name_of(param) if block is not None else "?"
     raise ShardedParameterError(
         f"parameter {name!r} is sharded over the ranks (ZeRO stage 3) and cannot be copied or pickled: this rank holds "

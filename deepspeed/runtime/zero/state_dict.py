@@ -11,6 +11,9 @@ has no state) and how the value relates to the parameter:
 
 The *layout record* says where in their parameters these fragments lie, for every rank, in plain data.
 
+At stage 3 nobody else holds the weights, so the flat masters are there for every group: the parameters themselves where
+those are their own masters. Two keys have other names then (:func:`masters_key`, :func:`base_state_key`).
+
 Owns: the form of the optimizer part of a checkpoint. Does not own: files, keys of the files' other parts, resharding.
 Invariant: encoding reads and never changes; what one rank encodes are exactly the fragments it owns.
 """
@@ -57,20 +60,36 @@ def kind_of(value: Any, leaf: torch.Tensor) -> str:
 # ---- encoding ------------------------------------------------------------------------------------------------------
 
 
-def layout_record(optimizer: ZeroOptimizer, axes: dict[str, int], stage: int) -> dict[str, Any]:
+def layout_record(
+    optimizer: ZeroOptimizer | None, axes: dict[str, int], stage: int, rest: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """Plain data: where every rank's fragments lie in their parameters, and the dtypes. The same on every rank.
 
-    ``axes`` are the sizes of the mesh axes; ``cuts`` is where a rule per parameter goes that is itself only a part of
-    a larger one (tensor, pipeline and expert parallel).
+    ``axes`` are the sizes of the mesh axes; ``rest`` are the runs of sharded parameters that no optimizer holds
+    (``checkpoint/rest.py``); ``cuts`` is where a rule per parameter goes that is itself only a part of a larger one
+    (tensor, pipeline and expert parallel).
     """
-    return {
+    record: dict[str, Any] = {
         "version": keys.LAYOUT_RECORD_VERSION,
         "axes": dict(axes),
         "zero_stage": int(stage),
-        "optimizer": optimizer_families(optimizer.optimizer),
-        "groups": [_group_record(group) for group in optimizer.groups],
+        "optimizer": optimizer_families(optimizer.optimizer) if optimizer is not None else [],
+        "groups": [_group_record(group) for group in optimizer.groups] if optimizer is not None else [],
         "cuts": {},
     }
+    if stage >= 3:
+        record["rest"] = list(rest)
+    return record
+
+
+def masters_key(stage: int) -> str:
+    """Where the flat masters of a shard are."""
+    return keys.FP32_FLAT_GROUPS if stage >= 3 else keys.SINGLE_PARTITION_OF_FP32_GROUPS
+
+
+def base_state_key(stage: int) -> str:
+    """Where the base optimizer's state of a shard is."""
+    return keys.OPTIMIZER_STATE_DICT if stage >= 3 else keys.BASE_OPTIMIZER_STATE
 
 
 def _group_record(group: ShardGroup) -> dict[str, Any]:
@@ -103,10 +122,13 @@ def _family(name: str) -> str:
     return {"adamw": "adam"}.get(plain, plain)
 
 
-def masters(optimizer: ZeroOptimizer, join: Join) -> list[Any]:
-    """One flat master tensor per shard group, this rank's fragments; empty where parameters are their own masters."""
+def masters(optimizer: ZeroOptimizer, join: Join, stage: int) -> list[Any]:
+    """One flat master tensor per shard group, this rank's fragments.
+
+    Below stage 3 it is empty where parameters are their own masters: the module holds those.
+    """
     return [
-        join([] if group.aliased else [bound.leaf.detach().reshape(-1) for bound in group.fragments])
+        join([] if group.aliased and stage < 3 else [bound.leaf.detach().reshape(-1) for bound in group.fragments])
         for group in optimizer.groups
     ]
 
@@ -165,13 +187,13 @@ def shard_state(optimizer: ZeroOptimizer, stage: int, join: Join) -> dict[str, A
         keys.DYNAMIC_LOSS_SCALE: bool(getattr(optimizer.loss_scaler, "dynamic", False)),
         keys.OVERFLOW: bool(optimizer.overflow),
         keys.CLIP_GRAD: float(optimizer.clip_grad),
-        keys.BASE_OPTIMIZER_STATE: encoded,
+        base_state_key(stage): encoded,
         keys.STATE_TABLES: tables,
-        keys.SINGLE_PARTITION_OF_FP32_GROUPS: masters(optimizer, join),
+        masters_key(stage): masters(optimizer, join, stage),
         keys.ZERO_STAGE: int(stage),
         keys.GROUP_PADDINGS: [0] * len(groups),
         keys.PARAM_ALIGNMENT_PADDINGS: [[0] * len(group.params) for group in groups],
-        keys.PARTITION_COUNT: [group.layout.world for group in groups],
+        keys.PARTITION_COUNT: [group.layout.world for group in groups] if stage < 3 else optimizer.world,
         keys.PARAM_SLICE_MAPPINGS: [slice_mappings(group) for group in groups],
     }
 
@@ -268,12 +290,13 @@ def load_shard_state(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
             "this optimizer state was taken under another layout (ranks, stage, buckets or parameters differ); save it "
             "with engine.save_checkpoint and load it with engine.load_checkpoint"
         )
-    encoded = state[keys.BASE_OPTIMIZER_STATE]
+    stage = int(state[keys.ZERO_STAGE])
+    encoded, flat = state[base_state_key(stage)], state[masters_key(stage)]
+    optimizer.absorb_edits()  # weights edited before this call are overwritten by it, not the other way round
     for index, saved in enumerate(encoded[keys.PARAM_GROUPS]):
         restore_hyper_parameters(optimizer, index, saved)
     for number, group in enumerate(optimizer.groups):
-        master = state[keys.SINGLE_PARTITION_OF_FP32_GROUPS][number]
-        _load_group(optimizer, group, encoded["state"][number], state[keys.STATE_TABLES][number], master)
+        _load_group(optimizer, group, encoded["state"][number], state[keys.STATE_TABLES][number], flat[number])
     restore_scaler(optimizer.loss_scaler, state[keys.LOSS_SCALER])
     optimizer.publish_masters()
 
@@ -285,7 +308,7 @@ def _load_group(
     base, offset = optimizer.optimizer, 0
     forget_state(optimizer, group.fragments)
     for bound in group.fragments:
-        if not group.aliased:
+        if master.numel():
             bound.leaf.detach().view(-1).copy_(master[offset : offset + bound.fragment.numel])
         offset += bound.fragment.numel
     settings = base.param_groups[group.group_index]

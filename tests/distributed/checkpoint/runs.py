@@ -102,7 +102,7 @@ def snapshot(engine: Any, keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> 
     record = record_step(engine, [], keys)
     optimizer = engine.optimizer
     state: dict[str, Any] = {
-        "weights": digests(engine.module.state_dict()),
+        "weights": whole(engine.module),
         "masters": digests(record.masters),
         "states": {name: digests(found) for name, found in record.states.items()},
         "groups": [plain(group) for group in optimizer.param_groups],
@@ -114,6 +114,14 @@ def snapshot(engine: Any, keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> 
     if optimizer.loss_scaler is not None:
         state["scaler"] = {key: str(value) for key, value in optimizer.loss_scaler.state_dict().items()}
     return state
+
+
+def whole(module: nn.Module) -> dict[str, str]:
+    """Digests of a module's state, whole also where it is sharded. Collective."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters(list(module.parameters())):
+        return digests(module.state_dict())
 
 
 def own_state(optimizer: Any, bound: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from tests.distributed.checkpoint import runs
 from tests.harness.pool import WorkerPool
 
@@ -51,7 +52,8 @@ def link(stage: int, source: str | None, target: str | None, first: int, last: i
         odd_step(engine, index)
     if target is not None:
         engine.save_checkpoint(target)
-    weights = {name: param.detach().flatten().tolist() for name, param in engine.module.named_parameters()}
+    with GatheredParameters(list(engine.module.parameters())):
+        weights = {name: param.detach().flatten().tolist() for name, param in engine.module.named_parameters()}
     engine.destroy()
     return weights
 

@@ -374,13 +374,13 @@ def frozen_body(folder: str, stage: int) -> int:
     with lines():
         engine.save_checkpoint(folder, exclude_frozen_parameters=True)
     other = runs.start(settings, module=runs.build(9, MostlyFrozen))
-    base = runs.digests(other.module.base.state_dict())
+    base = runs.whole(other.module.base)
     with lines() as said:
         other.load_checkpoint(folder)
     if dist.get_rank() == 0:
         assert sum("20 frozen parameters were left out" in line for line in said) == 1, said
-    runs.same(base, runs.digests(other.module.base.state_dict()))
-    runs.same(runs.digests(engine.module.head.state_dict()), runs.digests(other.module.head.state_dict()))
+    runs.same(base, runs.whole(other.module.base))
+    runs.same(runs.whole(engine.module.head), runs.whole(other.module.head))
     engine.save_16bit_model(folder, "part.bin", exclude_frozen_parameters=True)
     engine.save_16bit_model(folder, "whole.bin")
     if dist.get_rank() == 0:
@@ -619,8 +619,7 @@ def names_body(folder: str, stage: int) -> None:
 
 
 def clean(engine: Any) -> dict[str, str]:
-    state = engine.module.state_dict()
-    return runs.digests({name.replace("_orig_mod.", ""): value for name, value in state.items()})
+    return {name.replace("_orig_mod.", ""): value for name, value in runs.whole(engine.module).items()}
 
 
 @pytest.mark.parametrize("stage", (0, 2))
@@ -635,7 +634,7 @@ def export_body(folder: str, stage: int, precision: str) -> None:
     assert engine.save_16bit_model(folder, "model.bin") is True
     state = engine.checkpoint.consolidated_16bit_state_dict()
     assert (state is None) is (dist.get_rank() != 0)
-    whole = runs.digests(engine.module.state_dict())
+    whole = runs.whole(engine.module)
     if state is not None:
         runs.same(whole, runs.digests(state))
         runs.same(whole, runs.digests(torch.load(f"{folder}/model.bin", weights_only=True)))
@@ -808,11 +807,11 @@ def without_optimizer_body(folder: str) -> None:
     engine.save_checkpoint(folder)
     other = runs.start(settings, seed=9)
     other.load_checkpoint(folder)
-    runs.same(runs.digests(engine.module.state_dict()), runs.digests(other.module.state_dict()))
+    runs.same(runs.whole(engine.module), runs.whole(other.module))
     trained = runs.start(runs.config(1), seed=8)
     raises(lambda: trained.load_checkpoint(folder), "holds no optimizer state", "load_module_only=True")
     trained.load_checkpoint(folder, load_module_only=True)
-    runs.same(runs.digests(engine.module.state_dict()), runs.digests(trained.module.state_dict()))
+    runs.same(runs.whole(engine.module), runs.whole(trained.module))
     for used in (engine, other, trained):
         used.destroy()
 
