@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.harness.fuzz_recipes import Net, Op, Part, Recipe, build, draw, shrink
+from tests.harness.fuzz_recipes import Net, Op, Part, Recipe, build, draw, draw_stage_3, shrink
 from tests.harness.parity import (
     OPTIMIZERS,
     OptimizerSpec,
@@ -188,8 +188,11 @@ class EngineRun(_Run):
         elif op.kind in ("freeze", "unfreeze"):
             params[op.index % len(params)].requires_grad_(op.kind == "unfreeze")
         elif op.kind == "edit":
-            with torch.no_grad():
-                params[op.index % len(params)].mul_(op.factor)
+            from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+            param = params[op.index % len(params)]
+            with torch.no_grad(), GatheredParameters(param, modifier_rank=0):
+                param.mul_(op.factor)
         elif op.kind == "rate":
             for group in self.engine.optimizer.param_groups:
                 group["lr"] *= op.factor
@@ -339,6 +342,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.fuzz")
     parser.add_argument("--recipe", help="a recipe as printed by a failure")
     parser.add_argument("--seeds", default="0:100", help="FROM:TO")
+    parser.add_argument("--stage-3", action="store_true", help="draw the recipes of stage 3")
     parser.add_argument("--keep", action="store_true", help="do not shrink")
     options = parser.parse_args()
     pool, failures = WorkerPool(4), 0
@@ -346,7 +350,7 @@ def main() -> int:
         recipes = [eval(options.recipe, {"Recipe": Recipe, "Net": Net, "Op": Op, "Part": Part})]
     else:
         first, last = (int(number) for number in options.seeds.split(":"))
-        recipes = [draw(seed) for seed in range(first, last)]
+        recipes = [(draw_stage_3 if options.stage_3 else draw)(seed) for seed in range(first, last)]
     for recipe in recipes:
         failure = failure_of(pool, recipe)
         if not failure:

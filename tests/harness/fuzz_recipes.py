@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Net:
     extras: tuple[tuple[int, ...], ...] = ()
     idle: tuple[tuple[int, ...], ...] = ()
     frozen: tuple[int, ...] = ()  # positions in named_parameters order that start frozen
+    checkpoint: str = ""  # the layers under activation checkpointing: "reentrant", "not" (reentrant), "nested"
+    borrow: bool = False  # the first layer's weight is used once more, by nobody's forward
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class FuzzNet(nn.Module):
         super().__init__()
         self.shared = nn.Linear(net.dims[0], net.dims[0]) if net.repeat_first else None
         self.repeat = net.repeat_first
+        self.checkpoint, self.borrow = net.checkpoint, net.borrow
         self.layers = nn.ModuleList(nn.Linear(a, b, bias=net.bias) for a, b in itertools.pairwise(net.dims))
         self.extras = nn.ParameterList(torch.randn(shape) for shape in net.extras)
         self.idle = nn.ParameterList(torch.randn(shape) for shape in net.idle)
@@ -108,12 +112,30 @@ class FuzzNet(nn.Module):
         for _ in range(self.repeat):
             assert self.shared is not None
             x = torch.tanh(self.shared(x))
-        for index, layer in enumerate(self.layers):
-            width = layer.out_features
-            x = F.pad(x, (0, width - x.shape[1])) if index in skip else torch.tanh(layer(x))
+        x = self._layers(x, skip)
+        if self.borrow:
+            x = x + self.layers[0].get_parameter("weight").sum()
         for extra in self.extras:
             x = x + (extra.mean() if extra.numel() else extra.sum())
         return x
+
+
+    def _layers(self, x: Tensor, skip: tuple[int, ...]) -> Tensor:
+        def run(x: Tensor, first: int) -> Tensor:
+            for index, layer in enumerate(self.layers[first:], first):
+                width = layer.out_features
+                if index in skip:
+                    x = F.pad(x, (0, width - x.shape[1]))
+                elif self.checkpoint and index:
+                    x = checkpoint(lambda h, layer=layer: torch.tanh(layer(h)), x, use_reentrant=reentrant)
+                else:
+                    x = torch.tanh(layer(x))
+            return x
+
+        reentrant = self.checkpoint == "reentrant"
+        if self.checkpoint != "nested":
+            return run(x, 0)
+        return checkpoint(run, x, 0, use_reentrant=False)
 
 
 def build(net: Net, seed: int) -> nn.Module:
@@ -154,6 +176,42 @@ def draw(seed: int) -> Recipe:
         # Gradients that are divided late are larger until then and overflow at another scale.
         recipe = replace(recipe, precision="fp16")
     return recipe
+
+
+def draw_stage_3(seed: int) -> Recipe:
+    """The recipe of `seed` at stage 3, with the settings and the control flow that matter there.
+
+    A layer that one rank leaves out is left out by all, unless everything is one block: else ranks would gather
+    different parameters, which is an error at this stage.
+    """
+    recipe = draw(seed)
+    rng = random.Random(-1 - seed)
+    choices: dict[str, tuple[Any, ...]] = {
+        "reduce_bucket_size": (None, 8, 50, 200),
+        "overlap_comm": (None, True, False),
+        "stage3_max_live_parameters": (None, 0, 0, 100, 400),
+        "stage3_max_reuse_distance": (None, 0, 60, 300),
+        "stage3_param_persistence_threshold": (None, 0, 0, 5, 30),
+        "stage3_prefetch_bucket_size": (None, 0, 30, 200),
+        "stage3_module_granularity_threshold": (None, None, 40),
+    }
+    drawn = {key: rng.choice(values) for key, values in choices.items()}
+    zero = tuple((key, value) for key, value in drawn.items() if value is not None)
+    net = replace(recipe.net, checkpoint=rng.choice(("", "", "reentrant", "not", "nested")), borrow=rng.random() < 0.3)
+    if net.checkpoint == "reentrant":
+        net = replace(net, frozen=())  # a checkpointed part without a trainable input has no graph
+        recipe = replace(recipe, ops=tuple(op for op in recipe.ops if op.kind != "evaluate"))  # torch warns there
+    ops = recipe.ops if not zero else tuple(_alike(op, recipe.world_size) for op in recipe.ops)
+    recipe = replace(recipe, stage=3, zero=zero, net=net, ops=ops)
+    if recipe.has_late_gradients:
+        recipe = replace(recipe, precision="fp32", accum="", optimizer="sgd")
+    return recipe
+
+
+def _alike(op: Op, world_size: int) -> Op:
+    """The same with every rank leaving out what the first one does."""
+    parts = tuple(replace(part, skip=part.skip[:1] * world_size) for part in op.parts)
+    return replace(op, parts=parts)
 
 
 def _draw_net(rng: random.Random) -> Net:
@@ -245,7 +303,9 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _simpler_nets(net: Net) -> Iterator[Net]:
-    for name, value in (("extras", ()), ("idle", ()), ("frozen", ()), ("repeat_first", 0), ("bias", True)):
+    plain = Net()
+    for name in ("extras", "idle", "frozen", "repeat_first", "bias", "checkpoint", "borrow"):
+        value = getattr(plain, name)
         if getattr(net, name) != value:
             yield replace(net, **{name: value})
     if len(net.dims) > 2:

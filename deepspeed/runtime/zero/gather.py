@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.fetch_trace import NEVER, FetchTrace
 from deepspeed.runtime.zero.layout import Segment
 from deepspeed.runtime.zero.param_block import ParamBlock
 from deepspeed.runtime.zero.saved_tensors import keep_sharded
+from deepspeed.runtime.zero.sharded_parameter import copy_refusal
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.shard_group import ShardGroup
@@ -127,6 +128,14 @@ class ParamGatherer:
         """Inside a forward of the module or inside a backward: every rank does the same."""
         return self.depth > 0 or torch._C._current_graph_task_id() != -1
 
+    def writes_whole(self) -> bool:
+        """Whether a value written to a parameter may differ between ranks, so that it must be gathered first."""
+        return False
+
+    def copy(self, held: Any, memo: dict[int, Any]) -> Any:
+        """``copy.deepcopy`` of a released parameter, or of its data."""
+        raise copy_refusal(held)
+
     @contextlib.contextmanager
     def forward_scope(self) -> Iterator[None]:
         """Around a forward of the module: parameters may be gathered, and graphs do not keep them gathered."""
@@ -197,6 +206,8 @@ class ParamGatherer:
         room -= sum(block.numel for block in self._live.values() if block.pending is not None)
         for index in self.trace.upcoming():
             block = self.blocks[index]
+            if not block.places:
+                continue  # its parameters have moved to another block since
             if block.full is not None:
                 if block.pending is None and block is not self._current:
                     return  # already here: what follows it is its own prefetch's matter
@@ -276,6 +287,7 @@ class ParamGatherer:
         if not block.places:
             self.dropped(block)
             block.drop()
+            self.sizes[block.index] = 0
             self._current = None
 
     def end_window(self) -> None:

@@ -21,12 +21,10 @@ counter, so that such a graph, if it was not kept safe otherwise, ends in torch'
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -34,20 +32,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from deepspeed.comm import collectives
+from deepspeed.runtime.zero.historical_params import BlockReference, ZeroParamStatus, attach, detach
 from deepspeed.runtime.zero.sharded_parameter import guard_class, placeholder
-
-_param_ids = itertools.count()
-_ATTRIBUTES = (
-    "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_tensor", "ds_status", "_ds_block", "_ds_position",
-)  # fmt: skip
-
-
-class ZeroParamStatus(Enum):
-    """Where the data of a sharded parameter is."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +80,7 @@ class ParamBlock:
         self.pending: collectives.Pending | None = None
         self.pins = 0  # GatheredParameters contexts that hold it
         self.held = False  # a graph may need its memory that our hooks do not see: keep until told
+        self.by_hand: set[int] = set()  # positions that the user has gathered with param.all_gather()
         self.generation = 0  # counts changes of the values
         self.owner: Any = None  # the gatherer that fetches and releases it
         self.on_write: Callable[[set[int]], None] | None = None  # positions whose values the user changed
@@ -106,11 +93,11 @@ class ParamBlock:
 
     def _describe(self, position: int, place: Place) -> None:
         param: Any = place.param
-        param.ds_id = next(_param_ids) if not hasattr(param, "ds_id") else param.ds_id
+        attach(param, world=self.world, group=self.process_group, persistent=self.persistent)
         param.ds_shape, param.ds_numel = place.shape, place.numel
-        param.ds_persist = self.persistent
-        param._ds_block = weakref.ref(self)
+        param._ds_block = BlockReference(self)
         param._ds_position = position
+        param.__dict__.pop("_ds_keeper", None)  # of the block it was in before
         low = max(place.start, self.rank * self.shard.numel())
         high = min(place.start + place.numel, (self.rank + 1) * self.shard.numel())
         offset = min(max(low - self.rank * self.shard.numel(), 0), self.shard.numel())
@@ -178,6 +165,17 @@ class ParamBlock:
             yield
         finally:
             self.pins -= 1
+
+    def hold(self, position: int) -> None:
+        """The user wants this parameter gathered until :meth:`unhold`: the block is pinned once for all of them."""
+        self.pins += not self.by_hand
+        self.by_hand.add(position)
+
+    def unhold(self, position: int) -> None:
+        """Undo :meth:`hold`; nothing where it was not called."""
+        if position in self.by_hand:
+            self.by_hand.remove(position)
+            self.pins -= not self.by_hand
 
     def conceal(self) -> None:
         """Hide the parameters and keep the buffer; in-place edits are taken into the shard first."""
@@ -319,17 +317,21 @@ class ParamBlock:
             param: Any = place.param
             param.__class__ = cls  # first: a sharded one would take the data for a write to its shard
             param.data = self.view(place).clone() if whole else torch.empty(0, dtype=param.dtype, device=param.device)
-            for name in _ATTRIBUTES:
-                param.__dict__.pop(name, None)
+            detach(param)
         live_buffers.pop(self._address, None)
         self.full = None
         self.places, self._classes, self._guards, self._versions = [], [], [], []
         self.owner = self.process_group = self.on_write = None
 
+    @torch.no_grad()
     def remove(self, params: Sequence[nn.Parameter]) -> None:
         """Forget ``params``, which another block has taken over; without any left, the block lets go of its shard."""
         gone = {id(param) for param in params}
         kept = [position for position, place in enumerate(self.places) if id(place.param) not in gone]
+        if self.bound:  # else their views would keep the full buffer
+            for place in self.places:
+                if id(place.param) in gone:
+                    place.param.data = placeholder(place.shape, self.shard)
         self.places = [self.places[position] for position in kept]
         self._classes = [self._classes[position] for position in kept]
         self._guards = [self._guards[position] for position in kept]
@@ -345,7 +347,7 @@ class ParamBlock:
         """Let go of all memory of a block without parameters."""
         live_buffers.pop(self._address, None)
         self.full = None
-        self.shard = self.shard.new_empty(0)
+        self.shard, self.numel = self.shard.new_empty(0), 0
 
     def name_of(self, param: nn.Parameter) -> str:
         """The name of one of its parameters."""
