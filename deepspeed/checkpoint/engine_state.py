@@ -52,7 +52,7 @@ class EnginePlan:
         engine.skipped_steps = int(model.get(keys.SKIPPED_STEPS, 0))
         accumulation = engine.accumulation
         same_window = state.get("gradient_accumulation_steps") == accumulation.steps
-        accumulation.micro_steps = int(state["micro_steps"]) if same_window else steps * accumulation.steps
+        accumulation.begin_window_at(int(state["micro_steps"]) if same_window else steps * accumulation.steps)
 
     def apply_random(self) -> None:
         if self.random is not None:

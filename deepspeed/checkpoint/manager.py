@@ -135,10 +135,10 @@ class CheckpointManager:
     def _prepare(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, TorchFile]:
         engine = self.engine
         accumulation = engine.accumulation
-        if accumulation.managed and accumulation.micro_steps % accumulation.steps:
+        if accumulation.managed and accumulation.in_window:
             self._say(
                 f"saving inside a window of {accumulation.steps} micro-steps: the gradients of the first "
-                f"{accumulation.micro_steps % accumulation.steps} are not saved, a resumed run begins the window anew"
+                f"{accumulation.in_window} are not saved, a resumed run begins the window anew"
             )
         if engine.optimizer is not None and zero_state.unsaved_settings(engine.optimizer):
             self._say(

@@ -192,7 +192,7 @@ def engine_state(engine: DeepSpeedEngine, left_out: Sequence[str]) -> dict[str, 
     accumulation = engine.accumulation
     micro_steps = accumulation.micro_steps
     if accumulation.managed:
-        micro_steps -= micro_steps % accumulation.steps  # gradients of an unfinished window are not saved
+        micro_steps -= accumulation.in_window  # gradients of an unfinished window are not saved
     return {
         "version": keys.ENGINE_STATE_VERSION,
         "micro_steps": int(micro_steps),

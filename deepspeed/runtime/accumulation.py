@@ -1,7 +1,8 @@
 """Micro-steps and boundaries: when a window of accumulated gradients is complete. Counters only, no tensors.
 
 A *window* is ``steps`` micro-steps; the last one is the boundary, where gradients are reduced and the optimizer
-steps. ``micro_steps`` counts over the whole run, so a window may straddle an epoch.
+steps. ``micro_steps`` counts over the whole run, so a window may straddle an epoch. Windows are counted from
+``origin``, which moves when their length changes: the first window of the new length is a whole one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class GradAccumulation:
     steps: int
     managed: bool = True
     micro_steps: int = 0
+    origin: int = 0  # micro_steps at the start of some window of the present length
     forced: bool | None = None  # set_gradient_accumulation_boundary
     in_no_sync: bool = False
 
@@ -27,7 +29,7 @@ class GradAccumulation:
             return self.forced
         if not self.managed:
             return True
-        return (self.micro_steps + 1) % self.steps == 0
+        return (self.in_window + 1) % self.steps == 0
 
     def force(self, is_boundary: bool | None) -> None:
         self.forced = is_boundary
@@ -38,8 +40,18 @@ class GradAccumulation:
         return self.steps if self.managed else 1
 
     @property
-    def starts_window(self) -> bool:
-        return not self.managed or self.micro_steps % self.steps == 0
+    def in_window(self) -> int:
+        """Micro-steps done in the present window."""
+        return (self.micro_steps - self.origin) % self.steps
+
+    def change_steps(self, steps: int) -> None:
+        """Windows of ``steps`` from now on. What the present one holds already counts as its first micro-steps."""
+        self.origin = self.micro_steps - self.in_window
+        self.steps = steps
+
+    def begin_window_at(self, micro_steps: int) -> None:
+        """Set the counter, for example from a checkpoint; the next micro-step is the first of a window."""
+        self.micro_steps = self.origin = micro_steps
 
     def finish_micro_step(self) -> None:
         self.micro_steps += 1

@@ -34,6 +34,7 @@ from deepspeed.runtime.precision import PrecisionPolicy, cast_module, low_precis
 from deepspeed.runtime.precision_config import DEFAULT_AUTOCAST_MODULES
 from deepspeed.runtime.replicas import agree_on_model, broadcast_module
 from deepspeed.runtime.watchers import default_callbacks
+from deepspeed.runtime.zero.admission import take_over
 from deepspeed.runtime.zero.block_cut import CutOptions
 from deepspeed.runtime.zero.gather import GatherOptions
 from deepspeed.runtime.zero.historical import optimizer_class
@@ -70,6 +71,7 @@ def build_engine(
     mesh = build_mesh(config, mpu, mesh_param)
     parsed = DeepSpeedConfig.parse(config, strict=strict_config(), dp_world_size=mesh.size("dp"))
     apply_config(parsed, mesh, mpu)
+    take_over(model.parameters())
     device = local_device()
     precision, report = prepare_module(model, parsed, device, shares_sequences=mesh.size("sp") > 1)
     names = name_parameters(model)

@@ -92,6 +92,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self.optimizer is not None:
             self.optimizer.should_reduce = self._should_reduce
             self.optimizer.on_raw_begin = self._on_raw_begin
+        self._follow_accumulation()
+
+    def _follow_accumulation(self) -> None:
         self._watch_outputs = self.optimizer is not None and (
             self.mesh.size("zero") > 1 or self.accumulation.loss_divisor > 1 or self.optimizer.needs_scaler()
         )
@@ -268,6 +271,13 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             )
         return self.optimizer
 
+    def _need_checkpoints(self, call: str) -> Any:
+        if self.checkpoint is None:
+            raise RuntimeError(
+                f"engine.{call}: the engine has been destroyed; call it before. The weights are in engine.module"
+            )
+        return self.checkpoint
+
     # ---- module behaviour ------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
@@ -319,8 +329,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save model, optimizer, schedule, counters and ``client_state`` under ``save_dir/tag``. Collective."""
+        checkpoints = self._need_checkpoints("save_checkpoint")
         self._absorb_edits()
-        return self.checkpoint.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return checkpoints.save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     def _absorb_edits(self) -> None:
         """Masters and shards take the weights that the user has written in place."""
@@ -341,8 +352,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what :meth:`save_checkpoint` wrote; returns ``(path, client_state)``. Collective."""
         if self.optimizer is not None and self._window_mode is None:
+            self.optimizer.absorb_edits()
             self._adopt_unfrozen()  # so that state saved for a parameter unfrozen meanwhile finds its place
-        return self.checkpoint.load(
+        return self._need_checkpoints("load_checkpoint").load(
             load_dir,
             tag,
             strict=load_module_strict,
@@ -378,7 +390,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the whole module's state dict in its own dtype to ``save_dir/save_filename``. Collective."""
-        return self.checkpoint.save_16bit(save_dir, save_filename, exclude_frozen_parameters)
+        return self._need_checkpoints("save_16bit_model").save_16bit(save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         return self.save_16bit_model(save_dir, save_filename)

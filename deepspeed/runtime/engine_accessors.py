@@ -42,7 +42,8 @@ class BatchAccessors:
                 f"{self.train_micro_batch_size_per_gpu()} micro batch x {self.mesh.size('dp')} data-parallel ranks"
             )
         self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = self.accumulation.steps = train_batch_size // per_step
+        self._config.gradient_accumulation_steps = train_batch_size // per_step
+        self.accumulation.change_steps(train_batch_size // per_step)
         self._follow_accumulation()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:

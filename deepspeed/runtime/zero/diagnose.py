@@ -26,3 +26,14 @@ def first_non_finite(groups: Sequence[ShardGroup]) -> str | None:
                 kind = "nan" if torch.isnan(grad).any() else "inf"
                 bad.append((group.order[bound.position], f"{group.names[bound.position]} ({kind})"))
     return min(bad)[1] if bad else None
+
+
+def unread_gradients(groups: Sequence[ShardGroup]) -> list[str]:
+    """Names of sharded parameters whose ``grad`` holds something once everything has been reduced."""
+    return [
+        name
+        for group in groups
+        if group.sharded
+        for name, param in zip(group.names, group.params, strict=True)
+        if param.grad is not None
+    ]

@@ -141,8 +141,9 @@ def boundary_facts(reducer: Reducer, workspace: Workspace, *, want_norm: bool) -
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """Factor that brings ``norm`` down to ``max_norm``; 1 when it is not above it or clipping is off (0).
 
-    The 1e-6 in the denominator is that of ``torch.nn.utils.clip_grad_norm_``.
+    A norm that is nan gives nan, and the 1e-6 is in the denominator, as in ``torch.nn.utils.clip_grad_norm_``.
     """
     if max_norm <= 0:
         return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    coefficient = max_norm / (norm + 1e-6)
+    return 1.0 if coefficient > 1.0 else coefficient

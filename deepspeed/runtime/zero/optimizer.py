@@ -24,8 +24,9 @@ from torch import nn
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.zero import state_dict as zero_state
+from deepspeed.runtime.zero.admission import refuse_unsuited
 from deepspeed.runtime.zero.bucket import Workspace
-from deepspeed.runtime.zero.diagnose import first_non_finite
+from deepspeed.runtime.zero.diagnose import first_non_finite, unread_gradients
 from deepspeed.runtime.zero.gather import ShardPublisher
 from deepspeed.runtime.zero.hooks import BackwardWatch
 from deepspeed.runtime.zero.layout import ShardLayout
@@ -95,6 +96,7 @@ class ZeroOptimizer(ZeROOptimizer):
         sharding: ShardedModule | None = None,
     ) -> None:
         super().__init__(base)
+        refuse_unsuited(base, names, sharded=placement.state_sharded and world > 1)
         self.sharding = sharding
         self.names = names
         self.placement = placement
@@ -111,6 +113,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.on_raw_begin: Callable[[], None] = lambda: None
         self.peak_bytes: dict[str, int] = {}
         self._windows_measured = 0
+        self._told_unread = False
         self.frozen: list[tuple[int, nn.Parameter]] = []
         self._order = {key: position for position, key in enumerate(names)}
         self.client_groups = [list(group["params"]) for group in base.param_groups]
@@ -277,6 +280,16 @@ class ZeroOptimizer(ZeROOptimizer):
             self.sharding.install_hooks()
         return [self.names.get(id(param), "?") for _, param in ready]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's: one more group. Its trainable parameters join at the first forward of the next window."""
+        self.optimizer.add_param_group(param_group)
+        added = self.optimizer.param_groups[-1]
+        refuse_unsuited(self.optimizer, self.names, sharded=self.placement.state_sharded and self.world > 1)
+        members, index = list(added["params"]), len(self.client_groups)
+        added["params"] = []
+        self.client_groups.append(members)
+        self.frozen += [(index, param) for param in members]
+
     # ---- backward --------------------------------------------------------------------------------------------------
 
     @property
@@ -294,6 +307,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of ``loss`` (already divided for accumulation); gradients go where the placement says."""
+        self._refuse_if_destroyed()
         self.watch.begin_managed()
         try:
             with self.sharding.gatherer.tracking() if self.sharding is not None else contextlib.nullcontext():
@@ -362,6 +376,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.absorb_edits()
         self.reducer.finish()
         facts = self._facts()
+        self._name_unread_gradients()
         if not self.options.accept_unused:
             self._refuse_unused(facts)
         unscale = self.unscale()
@@ -379,6 +394,22 @@ class ZeroOptimizer(ZeROOptimizer):
             self.sharding.gatherer.end_window()
         self._measure()
         self._windows_measured += 1
+
+    def _refuse_if_destroyed(self) -> None:
+        if not self.groups:
+            raise RuntimeError(
+                "this optimizer has been destroyed: by engine.destroy(), or because a later deepspeed.initialize took "
+                "its parameters. Train with the later engine"
+            )
+
+    def _name_unread_gradients(self) -> None:
+        unread = [] if self._told_unread else unread_gradients(self.groups)
+        if unread:
+            self._told_unread = True
+            logger.warning(
+                f"gradients written to param.grad after backward are not used, the reduced ones lie in shards: "
+                f"{', '.join(unread[:8])}. Use deepspeed.utils.safe_set_full_grad, or gradient_clipping to clip"
+            )
 
     def _refuse_unused(self, facts: BoundaryFacts) -> None:
         unused = [
@@ -439,6 +470,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def absorb_edits(self) -> None:
         """Masters follow weights written in place; called before anything reads or updates masters."""
+        self._refuse_if_destroyed()
         for group in self.groups:
             group.absorb_edits()
 
@@ -463,6 +495,10 @@ class ZeroOptimizer(ZeROOptimizer):
         totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0, "gathered": 0}
 
         def add(kind: str, tensor: torch.Tensor) -> None:
+            if tensor.is_sparse:
+                for part in (tensor._indices(), tensor._values()):
+                    add(kind, part)
+                return
             storage = tensor.untyped_storage()
             key = (tensor.device, storage.data_ptr())
             if storage.nbytes() and key not in seen:
@@ -539,7 +575,9 @@ class ZeroOptimizer(ZeROOptimizer):
         zero_state.load_shard_state(self, state_dict)
 
     def destroy(self) -> None:
-        """Remove hooks, give parameters their own storage, drop every tensor."""
+        """Remove hooks, give parameters their own storage, drop every tensor. Once: the base may have a new owner."""
+        if not self.groups:
+            return
         self.watch.remove()
         for group in self.groups:
             for param in group.params:

@@ -105,6 +105,9 @@ class ShardGroup:
         self._starts = [segment.shard_start for segment in layout.segments]
         self.fragments = [self._bind(fragment) for fragment in layout.fragments(self.rank if self.sharded else 0)]
         self.versions = [param._version for param in self.params]
+        # Where each parameter's elements belong; None where the optimizer updates the parameter itself.
+        kept = self.shard is None and (self.sharded or not self.aliased)
+        self.homes = [param.data if kept else None for param in self.params]
 
     # ---- construction ----------------------------------------------------------------------------------------------
 
@@ -234,7 +237,8 @@ class ShardGroup:
     def absorb_edits(self, position: int | None = None, *, everything: bool = False) -> None:
         """Masters follow weights the user wrote to in place since the last look (all parameters, or one).
 
-        Seen by autograd's version counter, so writes through ``param.data`` go unnoticed: see ``refresh_fp32_params``.
+        Seen by autograd's version counter, so writes into ``param.data`` go unnoticed: see ``refresh_fp32_params``.
+        A tensor put in the place of ``param.data`` is copied into the parameter's own memory.
         ``everything``: shards take gathered weights as they are, changed or not.
         """
         if self.shard is not None:
@@ -242,11 +246,31 @@ class ShardGroup:
                 block.absorb(everything=everything)
             return
         looked = range(len(self.params)) if position is None else (position,)
-        changed = {i for i in looked if self.params[i]._version != self.versions[i]}
+        changed = {i for i in looked if self.params[i]._version != self.versions[i] or self._is_elsewhere(i)}
+        self._bring_home([i for i in changed if self._is_elsewhere(i)])
         for i in changed:
             self.versions[i] = self.params[i]._version
         if changed:
             self.pull_masters(changed)
+
+    def _is_elsewhere(self, position: int) -> bool:
+        """Whether ``param.data`` was replaced (assigned, or by ``module.to``), so that updates would not reach it."""
+        home = self.homes[position]
+        return home is not None and self.params[position].data_ptr() != home.data_ptr()
+
+    @torch.no_grad()
+    def _bring_home(self, positions: Sequence[int]) -> None:
+        for position in positions:
+            param, home = self.params[position], self.homes[position]
+            assert home is not None
+            if (param.shape, param.dtype, param.device) != (home.shape, home.dtype, home.device):
+                raise RuntimeError(
+                    f"parameter {self.names[position]!r} was replaced after deepspeed.initialize by {param.dtype} "
+                    f"{tuple(param.shape)} on {param.device}; the optimizer holds {home.dtype} {tuple(home.shape)} on "
+                    f"{home.device}. Convert or move the model before initialize, or call engine.destroy() first"
+                )
+            home.copy_(param.data)
+            param.data = home
 
     def forget_edits(self) -> None:
         """Take the weights as they are now for ours (after loading wrote masters and weights)."""
@@ -294,4 +318,4 @@ class ShardGroup:
             for param in self.params:
                 param.data = param.data.clone()
         self.flat = self.shard = self.master = None
-        self.blocks, self.fragments = [], []
+        self.blocks, self.fragments, self.homes = [], [], []
