@@ -6,6 +6,8 @@ Does not own: reading launchers' variables (`environment.py`), groups beyond the
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 from datetime import timedelta
 from typing import Any
@@ -70,8 +72,7 @@ def init_distributed(
     if config is not None:
         configure(deepspeed_config=config)
     if torch_dist.is_initialized():
-        if torch_dist.get_world_size() > 1:
-            watch.ensure_started()
+        _watch_over()
         return
     if dist_init_required is False:
         raise RuntimeError(
@@ -88,13 +89,26 @@ def init_distributed(
     else:
         _meet(backend, facts, limit, init_method, distributed_port)
         source = facts.source
-    if torch_dist.get_world_size() > 1:
-        watch.ensure_started()
+    _watch_over()
     if verbose and torch_dist.get_rank() == 0:
         logger.info(
             f"torch.distributed: backend {backend}, {torch_dist.get_world_size()} ranks ({source}), "
             f"time limit of a collective {limit.total_seconds():g} s"
         )
+
+
+def _watch_over() -> None:
+    """With several ranks: every way a rank can end says what it was doing.
+
+    gloo ends the process from a thread of its own (`std::terminate`) when a peer sends more than it expects: no Python
+    exception, so only the fault handler can tell which line had started the collective.
+    """
+    if torch_dist.get_world_size() == 1:
+        return
+    watch.ensure_started()
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(RuntimeError, ValueError, OSError, AttributeError):  # standard error is no file
+            faulthandler.enable()
 
 
 def _place(rank: int, world_size: int, use_mpi: bool, init_method: str | None) -> LaunchFacts | None:
