@@ -136,9 +136,7 @@ def _shape_problems(live: dict[str, Any], raw_names: dict[str, str], saved: dict
         target = live.get(raw_names.get(name, ""))
         shape = getattr(value, "shape", None)
         if shape is not None and isinstance(target, torch.Tensor) and tuple(shape) != tuple(target.shape):
-            problems.append(
-                f"{name} has shape {tuple(shape)} in the checkpoint, {tuple(target.shape)} in the model"
-            )
+            problems.append(f"{name} has shape {tuple(shape)} in the checkpoint, {tuple(target.shape)} in the model")
     return problems
 
 

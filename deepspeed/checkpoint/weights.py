@@ -78,7 +78,8 @@ def plan_weights(module: nn.Module, saved: dict[str, ShardedWeight]) -> list[Wei
         else:
             start, elements = block.own(param._ds_position)  # type: ignore[attr-defined]
             numel = elements.numel()
-        plans.append(WeightPlan(param, weight.cover(start, numel)))
+        if numel:  # else nothing is to be read, and no file is to be opened for it
+            plans.append(WeightPlan(param, weight.cover(start, numel)))
     return plans
 
 

@@ -63,6 +63,8 @@ def build(seed: int = 0, model: type[nn.Module] = Everything) -> nn.Module:
 def config(stage: int, precision: str = "fp32", **top: Any) -> dict[str, Any]:
     """A config with a schedule; keys of ``top`` replace whole sections, ``zero`` adds to its section."""
     zero = top.pop("zero", {})
+    if stage == 3:
+        zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": ADAMW,
