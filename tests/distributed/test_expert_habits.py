@@ -303,5 +303,25 @@ def hand_written_gradient(stage: int) -> None:
     engine.destroy()
 
 
+def no_gradient_written_by_hand(stage: int) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.nothing = build(), nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) + self.nothing.sum()
+
+    engine = start(settings(stage), Empty())
+    with recorded() as texts:
+        micro_step(engine, 0)
+    assert not any("safe_set_full_grad" in text for text in texts), texts
+    engine.destroy()
+
+
+def test_a_parameter_of_no_elements_is_not_taken_for_one(pool: WorkerPool) -> None:
+    pool.run(2, at_every_stage, no_gradient_written_by_hand)
+
+
 def test_a_gradient_written_by_hand_is_used_or_named(pool: WorkerPool) -> None:
     pool.run(2, at_every_stage, hand_written_gradient)

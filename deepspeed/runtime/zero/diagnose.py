@@ -35,5 +35,5 @@ def unread_gradients(groups: Sequence[ShardGroup]) -> list[str]:
         for group in groups
         if group.sharded
         for name, param in zip(group.names, group.params, strict=True)
-        if param.grad is not None
+        if param.grad is not None and param.numel()  # a parameter of no elements is in no bucket
     ]
