@@ -25,6 +25,7 @@ from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.optimizer_protocol import EngineOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy, cast_floating
 from deepspeed.runtime.summary import describe
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.logging import log_dist
 
 COMPILE_PREFIX = "_orig_mod."  # what torch.compile puts into the names of the modules it wraps
@@ -373,16 +374,22 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Load ``checkpoint["module"]`` into the module, compiled or not on either side; masters follow."""
-        if custom_load_fn is not None:
-            custom_load_fn(src=checkpoint["module"], dst=self.module)
-        else:
-            own = {name.replace(COMPILE_PREFIX, ""): name for name in self.module.state_dict()}
-            renamed = {}
-            for name, value in checkpoint["module"].items():
-                clean = name.replace(COMPILE_PREFIX, "")
-                renamed[own.get(clean, clean)] = value
-            self.module.load_state_dict(renamed, strict=strict)
+        """Load ``checkpoint["module"]`` into the module, compiled or not on either side; masters follow.
+
+        Every rank passes whole values, the same ones, and sharded parameters take their own elements of them. With
+        ``fetch_z3_params`` these (or ``z3_params_to_fetch``) are gathered meanwhile and rank 0's values count.
+        """
+        fetched = list(z3_params_to_fetch or self.module.parameters()) if fetch_z3_params else []
+        with GatheredParameters(fetched, modifier_rank=0, enabled=fetch_z3_params):
+            if custom_load_fn is not None:
+                custom_load_fn(src=checkpoint["module"], dst=self.module)
+            else:
+                own = {name.replace(COMPILE_PREFIX, ""): name for name in self.module.state_dict()}
+                renamed = {}
+                for name, value in checkpoint["module"].items():
+                    clean = name.replace(COMPILE_PREFIX, "")
+                    renamed[own.get(clean, clean)] = value
+                self.module.load_state_dict(renamed, strict=strict)
         if self.optimizer is not None:
             self.optimizer.refresh_fp32_params()
 

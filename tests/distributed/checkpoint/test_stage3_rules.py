@@ -116,9 +116,9 @@ class Watch:
         self.block, self.kept = ParamBlock, (ParamBlock.launch, ParamBlock.refresh)
         self.trusted, self.load = trusted, trusted.load_file
 
-        def launch(block: ParamBlock) -> None:
+        def launch(block: ParamBlock, **kwargs: Any) -> None:
             self.numel += block.numel
-            self.kept[0](block)
+            self.kept[0](block, **kwargs)
 
         def refresh(block: ParamBlock, **kwargs: Any) -> Any:
             self.numel += block.numel
