@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.build import build_engine
+from deepspeed.runtime.zero.init_patch import parked as outside_init_contexts
 from deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -62,20 +63,21 @@ def initialize(
         raise ValueError("deepspeed.initialize: model is required")
     if not isinstance(model, nn.Module):
         raise TypeError(f"deepspeed.initialize: model must be a torch.nn.Module; found {type(model).__name__}")
-    engine = build_engine(
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        distributed_port=distributed_port,
-        mpu=mpu,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-        config=_one_config(args, config, config_params),
-        mesh_param=mesh_param,
-    )
+    with outside_init_contexts():  # what is built below is no part of a model under zero.Init
+        engine = build_engine(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=_one_config(args, config, config_params),
+            mesh_param=mesh_param,
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -38,10 +38,12 @@ from deepspeed.runtime.zero.admission import take_over
 from deepspeed.runtime.zero.block_cut import CutOptions
 from deepspeed.runtime.zero.gather import GatherOptions
 from deepspeed.runtime.zero.historical import optimizer_class
+from deepspeed.runtime.zero.init_shard import make_whole
 from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.sharded_module import ShardedModule
+from deepspeed.utils.logging import log_dist
 from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 
 AUTO_BLOCK = 1 << 20  # elements: parameters that may stay gathered are moved in blocks of at least these
@@ -73,6 +75,7 @@ def build_engine(
     apply_config(parsed, mesh, mpu)
     take_over(model.parameters())
     device = local_device()
+    unshard_below_stage_3(model, parsed)
     precision, report = prepare_module(model, parsed, device, shares_sequences=mesh.size("sp") > 1)
     names = name_parameters(model)
     group = mesh.group("zero")
@@ -186,6 +189,19 @@ def local_device() -> torch.device:
 
 
 # ---- module and precision ------------------------------------------------------------------------------------------
+
+
+def unshard_below_stage_3(model: nn.Module, config: DeepSpeedConfig) -> None:
+    """Parameters that ``zero.Init`` has sharded become whole where the stage wants them so. Collective."""
+    stage = int(config.zero_config.stage)
+    if stage < 3:
+        count = make_whole(model.parameters())
+        if count:
+            log_dist(
+                f"zero_optimization.stage is {stage}, but the model was built sharded: its {count} parameters are made "
+                "whole. Give zero.Init the same config, and nothing is sharded",
+                ranks=[0],
+            )
 
 
 def prepare_module(

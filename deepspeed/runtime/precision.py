@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.runtime.zero.init_shard import cast_sharded
+from deepspeed.runtime.zero.sharded_parameter import block_of
+
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -74,17 +77,25 @@ def cast_module(module: nn.Module, policy: PrecisionPolicy) -> dict[str, list[st
     """
     done: dict[str, list[str]] = {"cast": [], "kept": [], "buffers_cast": []}
     seen: set[int] = set()
+    sharded: dict[torch.dtype, list[nn.Parameter]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in seen or not param.is_floating_point():
             continue
         seen.add(id(param))
         if matches(name, policy.keep_fp32):
-            if param.dtype != torch.float32:
-                param.data = param.data.float()
+            wanted = torch.float32
             done["kept"].append(name)
         elif param.dtype != policy.model:
-            param.data = param.data.to(policy.model)
+            wanted = policy.model
             done["cast"].append(name)
+        else:
+            continue
+        if block_of(param) is not None:
+            sharded.setdefault(wanted, []).append(param)
+        elif param.dtype != wanted:
+            param.data = param.data.to(wanted)
+    for wanted, params in sharded.items():
+        cast_sharded([param for param in params if param.dtype != wanted], wanted)
     if policy.buffer is not None:
         for owner_name, owner in module.named_modules():
             for key, buffer in owner._buffers.items():

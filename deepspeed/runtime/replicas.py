@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.comm import collectives
+from deepspeed.runtime.zero.sharded_parameter import block_of
 
 _CHUNK_NBYTES = 16 << 20
 
@@ -56,11 +57,14 @@ def _first_difference(reference: list[str], mine: list[str]) -> str | None:
 
 @torch.no_grad()
 def broadcast_module(module: nn.Module, group: Any) -> None:
-    """Every rank takes rank 0's parameters and buffers, in flat chunks of up to 16 MiB per collective."""
+    """Every rank takes rank 0's parameters and buffers, in flat chunks of up to 16 MiB per collective.
+
+    Parameters that are sharded already are one model as they are.
+    """
     seen: set[int] = set()
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        if id(tensor) not in seen and tensor.numel() and tensor.device.type != "meta":
+        if id(tensor) not in seen and tensor.numel() and tensor.device.type != "meta" and block_of(tensor) is None:
             seen.add(id(tensor))
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, tensors in by_dtype.items():

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     )
     from deepspeed.runtime.zero.partition_parameters import (
         GatheredParameters,
+        Init,
         ZeroParamStatus,
+        ZeroParamType,
         register_external_parameter,
         unregister_external_parameter,
     )
@@ -24,7 +26,9 @@ _NAMES = {
     "DeepSpeedZeroConfig": "deepspeed.runtime.zero.config",
     "ZeroStageEnum": "deepspeed.runtime.zero.config",
     "GatheredParameters": "deepspeed.runtime.zero.partition_parameters",
+    "Init": "deepspeed.runtime.zero.partition_parameters",
     "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters",
+    "ZeroParamType": "deepspeed.runtime.zero.partition_parameters",
     "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
     "unregister_external_parameter": "deepspeed.runtime.zero.partition_parameters",
     "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory_estimators",
@@ -32,8 +36,6 @@ _NAMES = {
     "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory_estimators",
 }
 _PLANNED = (
-    "Init",
-    "ZeroParamType",
     "TiledLinear",
     "TiledLinearReturnBias",
     "MiCS_Init",

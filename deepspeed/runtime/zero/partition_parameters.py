@@ -1,184 +1,324 @@
-"""What users do with sharded parameters by hand: ``GatheredParameters`` and external parameters.
+"""``Init``: models whose parameters are sharded while they are built; and the historical home of what goes with it.
 
-Historical names and places; the mechanics are those of ``gather.py`` and ``param_block.py``.
+The mechanics are those of ``init_patch.py`` (noticing what is built) and ``init_shard.py`` (sharding it). Clients
+replace ``zero_wrapper_for_fp_tensor_constructor`` in this module, so ``Init`` looks it up here whenever it is entered.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.comm import collectives
-from deepspeed.runtime.zero.param_block import ParamBlock, ZeroParamStatus
-from deepspeed.runtime.zero.sharded_parameter import block_of
-from deepspeed.utils.logging import warning_once
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero import init_patch
+from deepspeed.runtime.zero.gathered_parameters import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from deepspeed.runtime.zero.historical_params import ZeroParamStatus, ZeroParamType
+from deepspeed.runtime.zero.init_patch import all_subclasses
+from deepspeed.runtime.zero.init_shard import InitGatherer, Ranks, shard_module_parameters
+from deepspeed.utils.logging import log_dist
 
-__all__ = ["GatheredParameters", "ZeroParamStatus", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "DEFAULT_TENSOR_OVERRIDES", "DeepSpeedTensorOverride", "GatheredParameters", "Init",
+    "InsertPostInitMethodToModuleSubClasses", "ZeroParamStatus", "ZeroParamType", "get_accelerator",
+    "get_all_subclasses", "get_new_tensor_fn_for_dtype", "register_external_parameter", "restore_init_context",
+    "shutdown_init_context", "unregister_external_parameter", "zero_wrapper_for_fp_tensor_constructor",
+]  # fmt: skip
+
+_orig_torch_arange = torch.arange
+_orig_torch_empty = torch.empty
+_orig_torch_eye = torch.eye
+_orig_torch_full = torch.full
+_orig_torch_ones = torch.ones
+_orig_torch_rand = torch.rand
+_orig_torch_randn = torch.randn
+_orig_torch_tensor = torch.tensor
+_orig_torch_zeros = torch.zeros
+
+# What `Init` sends through the wrapper: what models make parameters and buffers with.
+_CONSTRUCTORS: tuple[Callable[..., torch.Tensor], ...] = (
+    _orig_torch_arange, _orig_torch_empty, _orig_torch_eye, _orig_torch_full, _orig_torch_ones, _orig_torch_rand,
+    _orig_torch_randn, _orig_torch_tensor, _orig_torch_zeros,
+)  # fmt: skip
+# Those whose results models compute with while they are built (positions, rates, constants): only placed, never cast.
+_EXACT = frozenset({_orig_torch_arange, _orig_torch_eye, _orig_torch_tensor})
 
 
-class GatheredParameters:
-    """Inside the context the sharded ones among ``params`` are whole. Collective at both ends; may be entered again.
+class DeepSpeedTensorOverride(Enum):
+    """What tensor constructors get from :class:`Init` where the call does not say."""
 
-    Args:
-        params: a parameter, or any iterable of parameters; what is not sharded is left alone.
-        modifier_rank: the rank (of the job) whose values count at the exit: they reach every rank, its shards and fp32
-            masters. None: the context is for reading; edits are dropped at the exit, with one line naming them.
-        fwd_module: the parameters are used in this module's forward (see :func:`register_external_parameter`).
-        enabled: False does nothing at all.
+    dtype = 1
+    device = 2
 
-    Raises:
-        ValueError: ``modifier_rank`` is none of the ranks that share the parameters.
+
+DEFAULT_TENSOR_OVERRIDES = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
+
+get_all_subclasses = all_subclasses
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device | None = None
+) -> Callable[..., torch.Tensor]:
+    """Tensor constructor ``fn`` with this device and, for floating results, this dtype where the call names none.
+
+    ``arange``, ``eye`` and ``tensor`` keep their dtype: models compute frequencies and constants with them.
     """
+    allocates = fn in (_orig_torch_empty, _orig_torch_ones, _orig_torch_zeros)
+
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None and target_device is not None and torch.get_default_device().type == "cpu":
+            kwargs["device"] = target_device
+        if target_fp_dtype is None or kwargs.get("dtype") is not None or fn in _EXACT:
+            return fn(*args, **kwargs)
+        if allocates and kwargs.get("out") is None:
+            return fn(*args, **{**kwargs, "dtype": target_fp_dtype})
+        made = fn(*args, **kwargs)
+        return made.to(target_fp_dtype) if made.is_floating_point() else made
+
+    return wrapped
+
+
+def get_new_tensor_fn_for_dtype(
+    target_fp_dtype: torch.dtype | None, target_device: torch.device | None = None
+) -> Callable[..., torch.Tensor]:
+    """The same for ``torch.Tensor(...)``: ``new(cls, *args)``."""
+
+    def new(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = cls(*args, **kwargs)
+        return made.to(device=target_device, dtype=target_fp_dtype if made.is_floating_point() else None)
+
+    return new
+
+
+class InsertPostInitMethodToModuleSubClasses:
+    """Context in which every module built by this thread is handed to :meth:`module_built` once its ``__init__`` is
+    through, and tensor constructors have a device and a dtype of their own. Harmless when nested or entered again."""
+
+    enabled: bool
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
     def __init__(
-        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
-    ) -> None:
+        self, enabled: bool = True, mem_efficient_linear: bool = True, ds_config: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.enabled = enabled
-        self.modifier_rank = modifier_rank
-        self.params: list[nn.Parameter] = []
-        self.whole: list[nn.Parameter] = []  # not sharded: one rank, or a lower stage
-        self._stacks: list[contextlib.ExitStack] = []
+        self.mem_efficient_linear = mem_efficient_linear
+        self.dtype = dtype
+        self._modes: list[init_patch.ConstructorMode] = []
+
+    def module_built(self, module: nn.Module) -> None:
+        """``module`` and all below it have been constructed."""
+
+    def left(self, *, completed: bool) -> None:
+        """The context has been left. ``completed`` is False while an exception passes."""
+
+    def patch_init_and_builtins(self) -> None:
+        """What ``__enter__`` does."""
+        device = self.device if self.device is not None and self.device.type != "cpu" else None
+        wrap = globals()["zero_wrapper_for_fp_tensor_constructor"]  # clients replace it
+        mode = init_patch.ConstructorMode({fn: wrap(fn, self.dtype, target_device=device) for fn in _CONSTRUCTORS})
+        init_patch.open_context(self)
+        self._modes.append(mode)
+        mode.__enter__()
+
+    def unpatch_init_and_builtins(self, *, completed: bool = True) -> None:
+        """What ``__exit__`` does."""
+        if not self._modes:
+            return
+        mode = self._modes.pop()
+        try:
+            mode.__exit__(None, None, None)
+        finally:
+            try:
+                init_patch.close_context(self, completed=completed)
+            finally:
+                self.left(completed=completed)
+
+    def __enter__(self) -> Any:
+        if self.enabled:
+            self.patch_init_and_builtins()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        if self.enabled:
+            self.unpatch_init_and_builtins(completed=exc_type is None)
+
+
+class Init(InsertPostInitMethodToModuleSubClasses):
+    """Modules built inside the context keep only this rank's shard of their parameters, so a model need not fit.
+
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = Model()
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+
+    As soon as a module's ``__init__`` returns, its own parameters take the values of the first rank and are sharded.
+    Until ``initialize`` takes over, torch functions gather them where every rank is sure to do the same: inside the
+    context, in grad mode, in backward, in :class:`GatheredParameters`; elsewhere they raise and name that cure. Writes
+    of whole values (``load_state_dict``, ``copy_``, ``fill_``) need no gather. ``nn.Module.apply`` inside the context
+    sees whole parameters, and what it changes stays.
+
+    One rank shards nothing and only adds the ``ds_*`` attributes. Contexts may be nested, left by exceptions and opened
+    in several threads; a module belongs to the context of the thread that builds it.
+
+    Args:
+        module: a built module, whose parameters are sharded at once; the context may be left unused then.
+        data_parallel_group, sequence_data_parallel_group, mpu: who shares the parameters; default: all ranks.
+        mem_efficient_linear: accepted and without effect: no layer keeps gathered weights for backward here.
+        remote_device: "cpu" or "nvme" put shards outside the device; only where the device is the CPU is "cpu" there
+            yet. None or "none": on the device.
+        pin_memory: of shards outside the device.
+        config_dict_or_path, config: the config of ``initialize``; says the dtype, and whether the stage is 3 at all.
+            Values that a wrapper fills in later may be "auto".
+        enabled: False does nothing at all.
+        dtype: of floating parameters; default: the config's, without a config what the model asks for.
+        tensor_overrides: what tensor constructors get where the call does not say.
+
+    Raises:
+        DeepSpeedConfigError: everything wrong with the config.
+        NotImplementedError: an argument asks for something that is not built yet, by name.
+    """
+
+    param_id = 0
+    param_persistence_threshold = 100_000
+    model_persistence_threshold = sys.maxsize
+    num_persisted_parameters = 0
+    num_persisted_elements = 0
+    apply_param_persistence = False
+    override_module_apply = True
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Sequence[DeepSpeedTensorOverride] = tuple(DEFAULT_TENSOR_OVERRIDES),
+    ) -> None:
+        super().__init__(enabled=enabled, mem_efficient_linear=mem_efficient_linear)
         if not enabled:
             return
-        listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-        unique = {id(param): param for param in listed}
-        self.params = [param for param in unique.values() if block_of(param) is not None]
-        self.whole = [param for param in unique.values() if block_of(param) is None]
-        if fwd_module is not None:
-            for param in self.params:
-                register_external_parameter(fwd_module, param)
-
-    def __enter__(self) -> None:
-        if not self.enabled:
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self.config = DeepSpeedConfig.parse(source, partial=True) if source is not None else None
+        if self.config is not None and int(self.config.zero_config.stage) < 3:
+            stage = int(self.config.zero_config.stage)
+            log_dist(f"zero.Init: zero_optimization.stage is {stage}, so parameters are not sharded", ranks=[0])
+            self.enabled = False
             return
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._gathered())
-        self._stacks.append(stack)
+        self.device = _local_device()
+        asked = {
+            "remote_device": remote_device if str(remote_device or "none") not in ("none", self.device.type) else None,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "param_swapper": param_swapper,
+        }
+        _refuse_missing(asked)
+        overrides = list(tensor_overrides)
+        self._places_tensors = DeepSpeedTensorOverride.device in overrides
+        self._param_dtype = dtype if dtype is not None else _config_dtype(self.config)
+        self.dtype = self._param_dtype if DeepSpeedTensorOverride.dtype in overrides else None
+        if not dist.is_initialized():
+            dist.init_distributed()
+        self._group = _sharing_group(data_parallel_group, sequence_data_parallel_group, mpu)
+        self._ranks = Ranks(self._group, dist.get_rank(self._group), dist.get_world_size(self._group))
+        self._gatherer = InitGatherer()
+        if module is not None:
+            for part in module.modules():
+                self.module_built(part)
 
-    def __exit__(self, *exc: Any) -> None:
-        if self.enabled:
-            self._stacks.pop().__exit__(*exc)
-
-    @contextlib.contextmanager
-    def _gathered(self) -> Iterator[None]:
-        blocks = _blocks(self.params)
-        by_owner: dict[int, list[ParamBlock]] = {}
-        for block in blocks:
-            by_owner.setdefault(id(block.owner), []).append(block)
-        sources = {id(block): self._source(block) for block in blocks} if self.modifier_rank is not None else {}
-        with contextlib.ExitStack() as stack:
-            for block in blocks:
-                block.absorb()
-                block.pins += 1
-            for group in by_owner.values():
-                group[0].owner.fetch_all(group)
-                stack.enter_context(group[0].owner.tracking())
-            before = {id(param): (param._version, param.data_ptr()) for param in self.params}
-            completed = False
-            try:
-                yield
-                completed = True
-                if self.modifier_rank is not None:
-                    self._refresh_masters()
-            finally:
-                for block in blocks:
-                    block.pins -= 1
-                if completed:
-                    if self.modifier_rank is not None:
-                        self._spread(blocks, sources)
-                    else:
-                        self._report_dropped(before)
-                for group in by_owner.values():
-                    group[0].owner.release(group, drop_edits=True)
-
-    def _refresh_masters(self) -> None:
-        """Masters of parameters that are whole take the values the user has written, also through ``param.data``."""
-        for param in self.whole:
-            reference = getattr(param, "_ds_zero_owner", None)
-            owner = reference() if reference is not None else None
-            if owner is not None:
-                group, position = owner.find(param)
-                group.pull_masters({position})
-
-    def _source(self, block: ParamBlock) -> int:
-        """Position of the modifier among the ranks of ``block``."""
-        assert self.modifier_rank is not None
-        if block.process_group is None:
-            ranks = list(range(block.world))
-        else:
-            ranks = torch.distributed.get_process_group_ranks(block.process_group)
-        if self.modifier_rank not in ranks:
-            raise ValueError(
-                f"GatheredParameters(modifier_rank={self.modifier_rank}): the parameters are shared by the ranks "
-                f"{ranks[:8]}{' ...' if len(ranks) > 8 else ''}; name one of them"
-            )
-        return ranks.index(self.modifier_rank)
-
-    @torch.no_grad()
-    def _spread(self, blocks: Iterable[ParamBlock], sources: dict[int, int]) -> None:
-        """The modifier's values go to every rank's buffer, shard and masters: one broadcast per run of elements."""
-        chosen = {id(param) for param in self.params}
-        for block in blocks:
-            picked = [i for i, place in enumerate(block.places) if id(place.param) in chosen and place.numel]
-            for position in picked:
-                block.take_back(position)
-            what = f"edits made in GatheredParameters, {block.describe()}"
-            for low, high in _runs(block, picked):
-                assert block.full is not None
-                part, source = block.full.narrow(0, low, high - low), sources[id(block)]
-                collectives.broadcast(part, source, block.process_group, what=what, key=block.index + 1).wait()
-            block.written(set(picked))
-
-    def _report_dropped(self, before: dict[int, tuple[int, int]]) -> None:
-        for param in self.params:
-            block = block_of(param)
-            if block is not None and before[id(param)] != (param._version, param.data_ptr()):
-                warning_once(
-                    f"parameter {block.name_of(param)!r} was changed inside GatheredParameters without modifier_rank: "
-                    "the change is dropped. Pass modifier_rank=<the rank whose values count>"
-                )
-
-
-def _blocks(params: Iterable[nn.Parameter]) -> list[ParamBlock]:
-    found = {id(block): block for param in params if (block := block_of(param)) is not None}
-    return list(found.values())
-
-
-def _runs(block: ParamBlock, positions: list[int]) -> Iterator[tuple[int, int]]:
-    """Elements of these parameters as ``(start, end)``, neighbours joined."""
-    low = high = -1
-    for place in sorted((block.places[i] for i in positions), key=lambda place: place.start):
-        if low >= 0 and place.start - high <= 64:  # alignment between neighbours
-            high = place.start + place.numel
-            continue
-        if low >= 0:
-            yield low, high
-        low, high = place.start, place.start + place.numel
-    if low >= 0:
-        yield low, high
-
-
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """``module`` uses ``parameter`` in its forward although another module holds it: it is gathered with the others.
-
-    Needed only where a kernel takes the parameter's pointer past torch's dispatch; any torch function that meets a
-    sharded parameter gathers it by itself. Raises TypeError for anything but a parameter.
-    """
-    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
-        raise TypeError(
-            f"register_external_parameter(module, parameter): found {type(module).__name__}, {type(parameter).__name__}"
+    def module_built(self, module: nn.Module) -> None:
+        """Shard the parameters of ``module``, and settle what its constructor did to those of inner modules."""
+        self._gatherer.settle()
+        shard_module_parameters(
+            module, self._gatherer, self._ranks, dtype=self._param_dtype, device=self.device or torch.device("cpu")
         )
-    external: dict[int, nn.Parameter] = module.__dict__.setdefault("_ds_external", {})
-    external[id(parameter)] = parameter
+
+    def left(self, *, completed: bool) -> None:
+        """Nothing stays gathered."""
+        self._gatherer.settle(drop_edits=not completed)
+
+    @property
+    def num_partitions(self) -> int:
+        """Ranks over which a parameter is sharded."""
+        return self._ranks.world
+
+    def get_partition_rank(self) -> int:
+        """This rank's place among them."""
+        return self._ranks.rank
+
+    def get_dp_process_group(self) -> Any:
+        """The process group of these ranks."""
+        return self._group
+
+    def get_partition_dp_group(self, param: nn.Parameter) -> Any:
+        """The process group over which ``param`` is sharded."""
+        return getattr(param, "ds_process_group", None) or self._group
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo :func:`register_external_parameter`. Raises RuntimeError when it was not registered."""
-    external = module.__dict__.get("_ds_external", {})
-    if id(parameter) not in external:
-        raise RuntimeError(f"the parameter is not registered as external with this {type(module).__name__}")
-    del external[id(parameter)]
+def _refuse_missing(asked: dict[str, Any]) -> None:
+    for name, value in asked.items():
+        if value:
+            raise NotImplementedError(
+                f"zero.Init({name}={value!r}) is not built yet; leave {name} out (parameters stay on the device, "
+                "sharded over all data-parallel ranks, in their own dtype)"
+            )
+
+
+def _config_dtype(config: DeepSpeedConfig | None) -> torch.dtype | None:
+    if config is None:
+        return None
+    if config.float16_config.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bfloat16_config.enabled else torch.float32
+
+
+def _sharing_group(data: Any, sequence_data: Any, mpu: Any) -> Any:
+    """The ranks that hold the same parameters, from what the caller says of them; None: all ranks."""
+    if sequence_data is not None or data is not None:
+        return sequence_data if sequence_data is not None else data
+    for name in ("get_sequence_data_parallel_group", "get_data_parallel_group"):
+        if mpu is not None and hasattr(mpu, name):
+            return getattr(mpu, name)()
+    return dist.get_world_group() if dist.is_initialized() else None
+
+
+def _local_device() -> torch.device:
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    accelerator.set_device(local)
+    return torch.device(accelerator.device_name(local))
+
+
+def shutdown_init_context() -> None:
+    """Until :func:`restore_init_context`, this thread builds modules as if no :class:`Init` were open."""
+    init_patch.park()
+
+
+def restore_init_context() -> None:
+    """Undo :func:`shutdown_init_context`."""
+    init_patch.unpark()

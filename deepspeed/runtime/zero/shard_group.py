@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 
 from deepspeed.runtime.zero.layout import Fragment, Segment, ShardLayout
 from deepspeed.runtime.zero.param_block import ParamBlock, Place, contiguous_stride
+from deepspeed.runtime.zero.sharded_parameter import block_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.sharded_module import ShardedModule
@@ -126,12 +128,15 @@ class ShardGroup:
         self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
         for segment in self.layout.segments:
             slots = list(self.layout.slots_in(segment))
-            with sharding.whole_values([self.params[index] for index, *_ in slots]) as values:
-                places = []
-                for (index, slot, _, start, _), value in zip(slots, values, strict=True):
-                    shape = self.shapes[index]
-                    places.append(Place(self.params[index], slot.name, start, shape, contiguous_stride(shape)))
-                    self._keep(segment, start, value)
+            places = []
+            # Parameters that are sharded already (zero.Init) are gathered by the blocks they are in now.
+            for _, run in groupby(slots, key=lambda item: id(block_of(self.params[item[0]]))):
+                together = list(run)
+                with sharding.whole_values([self.params[index] for index, *_ in together]) as values:
+                    for (index, slot, _, start, _), value in zip(together, values, strict=True):
+                        shape = self.shapes[index]
+                        places.append(Place(self.params[index], slot.name, start, shape, contiguous_stride(shape)))
+                        self._keep(segment, start, value)
             block = sharding.add_block(places, self.shard_piece(segment))
             block.on_write = self._on_write([index for index, *_ in slots])
             self.blocks.append(block)

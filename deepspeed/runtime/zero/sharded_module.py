@@ -62,9 +62,13 @@ class ShardedModule:
         """``params`` (of one dtype and optimizer group) as the blocks they are gathered in, in their order."""
         return cut(params, self.atoms, self.persistent, self.cut_options)
 
+    def align(self, itemsize: int) -> int:
+        """Elements of ``itemsize`` bytes whose multiples parameters and pieces start at."""
+        return max(1, _ALIGN_BYTES // itemsize, self.align_numel)
+
     @contextlib.contextmanager
     def whole_values(self, params: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
-        """The whole data of ``params``, also of those that are sharded already; these are let go of afterwards."""
+        """The whole data of ``params``, also of those that are sharded already; their blocks lose them afterwards."""
         sharded = {id(block): block for param in params if (block := block_of(param)) is not None}
         for block in sharded.values():
             block.pins += 1
@@ -72,7 +76,10 @@ class ShardedModule:
         yield [param.data for param in params]
         for block in sharded.values():
             block.pins -= 1
+            owner = block.owner or self.gatherer
             block.remove(params)
+            if block.places:
+                owner.release([block])
 
     def add_block(self, places: Sequence[Place], shard: torch.Tensor) -> ParamBlock:
         """A new block of these parameters, released; ``shard`` holds this rank's values."""

@@ -62,10 +62,13 @@ class ShardedTensor:
         return repr(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _refuse_copy(self)
+        block = block_of(self)
+        if block is None or block.owner is None:
+            raise copy_refusal(self)
+        return block.owner.copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _refuse_copy(self)
+        raise copy_refusal(self)
 
 
 class ShardedData(ShardedTensor, torch.Tensor):  # type: ignore[misc]  # __repr__ takes more than Tensor's
@@ -198,17 +201,19 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _with_values(func, args, kwargs)
     if isinstance(source, ShardedTensor):
         if parameter_of(source) is param:  # module.to() and its kin assign a parameter its own data
-            return None if func is _SET_DATA else target
+            return None if func == _SET_DATA else target
         return _with_values(func, args, kwargs)
-    if torch.is_grad_enabled() and param.requires_grad and target is param and func is not _SET_DATA:
+    if torch.is_grad_enabled() and param.requires_grad and target is param and func != _SET_DATA:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    if func is _SET_DATA and tuple(source.shape) != tuple(param.shape):
+    if func == _SET_DATA and tuple(source.shape) != tuple(param.shape):
         raise ShardedParameterError(
             f"parameter {block.name_of(param)!r} is sharded; .data was assigned a tensor of shape "
             f"{tuple(source.shape)}, expected {tuple(param.shape)}"
         )
+    if isinstance(source, torch.Tensor) and block.owner.writes_whole():
+        return _with_values(func, args, kwargs)
     block.write_shard(param._ds_position, source)
-    return None if func is _SET_DATA else target
+    return None if func == _SET_DATA else target
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,10 +226,11 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _with_values(func, args, kwargs)
 
 
-def _refuse_copy(held: Any) -> Any:
+def copy_refusal(held: Any) -> ShardedParameterError:
+    """The error for copying or pickling a sharded parameter or its data."""
     param, block = parameter_of(held), block_of(held)
     name = block.name_of(param) if block is not None else "?"
-    raise ShardedParameterError(
+    return ShardedParameterError(
         f"parameter {name!r} is sharded over the ranks (ZeRO stage 3) and cannot be copied or pickled: this rank holds "
         "only its shard. Save with engine.save_checkpoint or engine.save_16bit_model; copy inside "
         "`with deepspeed.zero.GatheredParameters(params):`"

@@ -1,0 +1,325 @@
+"""Sharding the parameters of a module that has just been built, and owning them until an engine takes them over.
+
+Each module's own parameters become one block per dtype. Rank 0's values count: it sends every rank its piece, in
+chunks, so that beside the module and the shards only a few MiB are needed. There is no copy of the module.
+
+Until an engine takes over, the blocks belong to an :class:`InitGatherer`. It keeps nothing gathered for longer than it
+must and knows no order of uses. While models are built it may gather whenever it is asked, since every rank runs the
+same constructors, and what constructors write to parameters of inner modules again counts as rank 0 has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from deepspeed.comm.scatter import scatter
+from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
+from deepspeed.runtime.zero.historical_params import attach_whole
+from deepspeed.runtime.zero.init_patch import constructing, innermost
+from deepspeed.runtime.zero.layout import ShardLayout
+from deepspeed.runtime.zero.param_block import ParamBlock, Place, contiguous_stride
+from deepspeed.runtime.zero.sharded_parameter import block_of, parameter_of
+
+_ALIGN_BYTES = 64
+_CHUNK_NBYTES = 8 << 20  # on the source, all ranks' pieces of one scatter together
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who shares the parameters: a process group (None: the default one), and this rank's place in it."""
+
+    group: Any
+    rank: int
+    world: int
+
+
+class InitGatherer(ParamGatherer):
+    """Owner of blocks that no engine has taken over yet. Does not keep them alive: their parameters do."""
+
+    def __init__(self) -> None:
+        super().__init__(GatherOptions(max_live=0, max_reuse=0, prefetch=0, overlap=False))
+        self._count = 0
+
+    def next_index(self) -> int:
+        """A number for the next block, the same on every rank."""
+        self._count += 1
+        return self._count - 1
+
+    def add(self, block: ParamBlock) -> None:
+        """Take charge of a released block."""
+        block.owner = self
+        for place in block.places:
+            place.param._ds_keeper = block  # type: ignore[attr-defined]
+
+    def forget(self, block: ParamBlock) -> None:
+        """``block`` has lost parameters; without any left it holds nothing."""
+        if not block.places:
+            self.dropped(block)
+            block.drop()
+        self._current = None
+
+    def may_gather(self) -> bool:
+        """Also while models are built: every rank runs the same constructors."""
+        return innermost() is not None or super().may_gather()
+
+    def writes_whole(self) -> bool:
+        """Constructors draw their values: gather first, so that rank 0's draw can be spread afterwards."""
+        return constructing()
+
+    def fetch_buffer(self, block: ParamBlock) -> torch.Tensor:
+        """See :meth:`ParamGatherer.fetch_buffer`; there is no order of uses to learn here."""
+        self.trace.recorded.clear()
+        return super().fetch_buffer(block)
+
+    def fetch_all(self, blocks: Iterable[ParamBlock]) -> None:
+        """Make several blocks available at once; what was gathered before is settled first."""
+        wanted = list(blocks)
+        if innermost() is not None:
+            self.settle()
+            for block in wanted:
+                if block.full is not None and block.pins <= 1:  # the pin of who asks for it now
+                    self._release(block)
+        super().fetch_all(wanted)
+
+    def copy(self, held: Any, memo: dict[int, Any]) -> Any:
+        """``copy.deepcopy`` of a parameter of these blocks, shard by shard. Local."""
+        return copy_sharded(held, memo)
+
+    def _hold(self, block: ParamBlock) -> None:
+        if innermost() is None:  # nobody runs the graphs of constructors backward
+            super()._hold(block)
+
+    def _release(self, block: ParamBlock, *, drop_edits: bool = False) -> None:
+        if block.bound and not drop_edits:
+            for position in range(len(block.places)):
+                block.take_back(position)  # an edit may have gone by ``param.data``, which no counter sees
+            if innermost() is not None:
+                spread(block)
+            else:
+                block.written(set(range(len(block.places))))
+        super()._release(block, drop_edits=True)
+
+    def settle(self, *, drop_edits: bool = False) -> None:
+        """Release what constructors have used, with rank 0's values of it. Collective, unless edits are dropped."""
+        for block in list(self._live.values()):
+            if not block.pins:
+                block.held = False
+                self._release(block, drop_edits=drop_edits)
+
+
+# ---- from whole to sharded -------------------------------------------------------------------------------------------
+
+
+def shardable(params: Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    """Those of ``params`` that have dense values and are in no block yet, each once."""
+    unique = {id(param): param for param in params if param is not None}
+    return [
+        param
+        for param in unique.values()
+        if not isinstance(param, UninitializedParameter)
+        and block_of(param) is None
+        and param.layout is torch.strided
+        and "_ds_world" not in param.__dict__
+    ]
+
+
+@torch.no_grad()
+def shard_module_parameters(
+    module: nn.Module, gatherer: InitGatherer, ranks: Ranks, *, dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Shard the parameters ``module`` holds itself, with rank 0's values; floating ones in ``dtype``. Collective.
+
+    On one rank they stay whole. Parameters on the meta device are replaced by new ones on ``device`` that hold NaN (0
+    for integers) until they are loaded.
+    """
+    registered = module.__dict__.get("_parameters") or {}
+    fresh = shardable(registered.values())
+    if not fresh:
+        return
+    names = {id(param): f"{type(module).__name__}.{key}" for key, param in registered.items() if param is not None}
+    runs: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for param in fresh:
+        wanted = dtype if dtype is not None and param.is_floating_point() else param.dtype
+        runs.setdefault((wanted, param.is_meta), []).append(param)
+    for (wanted, is_meta), run in runs.items():
+        listed = [(names[id(param)], param) for param in run]
+        if is_meta:
+            listed = _off_meta(module, listed, wanted, device)
+        if ranks.world == 1:
+            _keep_whole([param for _, param in listed], wanted, device, is_meta)
+        else:
+            _shard_run(listed, gatherer, ranks, wanted, device, is_meta)
+
+
+def _off_meta(
+    module: nn.Module, run: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, device: torch.device
+) -> list[tuple[str, nn.Parameter]]:
+    """New parameters on ``device`` in the places of meta ones; torch can give these no other data."""
+    made = []
+    for name, param in run:
+        element = torch.zeros((), dtype=dtype, device=device)
+        new = nn.Parameter(element.expand(param.shape), requires_grad=param.requires_grad)
+        new.__dict__.update(param.__dict__)
+        for key, held in list(module._parameters.items()):
+            if held is param:
+                module._parameters[key] = new
+        made.append((name, new))
+    return made
+
+
+def _unset(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+
+
+def _keep_whole(params: list[nn.Parameter], dtype: torch.dtype, device: torch.device, is_meta: bool) -> None:
+    for param in params:
+        if is_meta:
+            param.data = torch.full(param.shape, _unset(dtype), dtype=dtype, device=device)
+        elif param.dtype is not dtype or param.device != device:
+            param.data = param.data.to(dtype=dtype, device=device)
+    attach_whole(params)
+
+
+def _shard_run(
+    run: Sequence[tuple[str, nn.Parameter]],
+    gatherer: InitGatherer,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_meta: bool,
+) -> None:
+    align = max(1, _ALIGN_BYTES // dtype.itemsize)
+    entries = [(f"{i}:{name}", param.numel()) for i, (name, param) in enumerate(run)]
+    layout = ShardLayout.by_block([entries], ranks.world, param_align=align, piece_align=align)
+    places = [
+        Place(param, name, slot.start, param.shape, contiguous_stride(param.shape))
+        for (name, param), slot in zip(run, layout.slots, strict=True)
+    ]
+    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+    if is_meta:
+        shard.fill_(_unset(dtype))
+    else:
+        source = _Values(places, dtype, device) if ranks.rank == 0 else None
+        _send_pieces(shard, source, ranks, places)
+    _new_block(places, shard, gatherer, ranks)
+
+
+def _new_block(places: Sequence[Place], shard: torch.Tensor, gatherer: InitGatherer, ranks: Ranks) -> ParamBlock:
+    block = ParamBlock(
+        places, shard, process_group=ranks.group, rank=ranks.rank, world=ranks.world, index=gatherer.next_index()
+    )
+    block.hide()
+    gatherer.add(block)
+    return block
+
+
+class _Values:
+    """The values of several parameters as one flat run: views where that is possible, else small copies."""
+
+    def __init__(self, places: Sequence[Place], dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.parts = [(place.start, place.param.data.reshape(-1)) for place in places if place.numel]
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Elements ``start .. start + numel`` in the wanted dtype, 0 between parameters.  # 1D"""
+        inside = [(at, flat) for at, flat in self.parts if at < start + numel and start < at + flat.numel()]
+        if len(inside) == 1:
+            at, flat = inside[0]
+            if at <= start and start + numel <= at + flat.numel():
+                return flat.narrow(0, start - at, numel).to(dtype=self.dtype, device=self.device)
+        copy = torch.zeros(numel, dtype=self.dtype, device=self.device)
+        for at, flat in inside:
+            low, high = max(at, start), min(at + flat.numel(), start + numel)
+            copy.narrow(0, low - start, high - low).copy_(flat.narrow(0, low - at, high - low))
+        return copy
+
+
+def _send_pieces(shard: torch.Tensor, source: _Values | None, ranks: Ranks, places: Sequence[Place]) -> None:
+    """Every rank gets its piece of the values of group rank 0, in its ``shard``. Collective."""
+    piece = shard.numel()
+    chunk = max(1 << 14, _CHUNK_NBYTES // (ranks.world * shard.element_size()))
+
+    def what() -> str:
+        shown = ", ".join(place.name for place in places[:3]) + (" ..." if len(places) > 3 else "")
+        return f"initial values of {shown} under zero.Init"
+
+    for start in range(0, piece, chunk):
+        numel = min(chunk, piece - start)
+        sent = [source.read(r * piece + start, numel) for r in range(ranks.world)] if source is not None else None
+        scatter(shard.narrow(0, start, numel), sent, 0, ranks.group, what=what).wait()
+
+
+@torch.no_grad()
+def spread(block: ParamBlock) -> None:
+    """Every rank's shard of a gathered block takes the values that group rank 0 has in its full buffer. Collective."""
+    full = block.arrive()
+    whole = Place(nn.Parameter(full, requires_grad=False), block.describe(), 0, full.shape, (1,))
+    ranks = Ranks(block.process_group, block.rank, block.world)
+    source = _Values([whole], full.dtype, full.device) if block.rank == 0 else None
+    _send_pieces(block.shard, source, ranks, block.places)
+    block.changed(set(range(len(block.places))))
+
+
+# ---- conversions of sharded parameters -------------------------------------------------------------------------------
+
+
+def blocks_of(params: Iterable[nn.Parameter]) -> Iterator[tuple[ParamBlock, list[int]]]:
+    """The blocks of those of ``params`` that are sharded, with the positions meant, each once, in order of use."""
+    found: dict[int, tuple[ParamBlock, list[int]]] = {}
+    for param in params:
+        block = block_of(param)
+        if block is not None:
+            positions = found.setdefault(id(block), (block, []))[1]
+            if param._ds_position not in positions:  # type: ignore[attr-defined]
+                positions.append(param._ds_position)  # type: ignore[attr-defined]
+    yield from found.values()
+
+
+@torch.no_grad()
+def cast_sharded(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Give sharded parameters that no engine holds another dtype. Local: every rank casts its own elements."""
+    for block, positions in list(blocks_of(params)):
+        assert isinstance(block.owner, InitGatherer), "an engine's parameters keep their dtype"
+        block.owner.release([block])
+        places = [block.places[i] for i in sorted(positions)]
+        classes = [block._classes[i] for i in sorted(positions)]
+        # Padding and elements of parameters that stay behind are cast along; nobody reads them there.
+        shard = block.shard.to(dtype)
+        block.remove([place.param for place in places])
+        ranks = Ranks(block.process_group, block.rank, block.world)
+        for place, cls in zip(places, classes, strict=True):
+            place.param.__class__ = cls
+        _new_block(places, shard, block.owner, ranks)
+
+
+def make_whole(params: Iterable[nn.Parameter]) -> int:
+    """Undo the sharding of ``params`` (and of what shares a block with them); how many were sharded. Collective."""
+    count = 0
+    for block, _ in list(blocks_of(params)):
+        count += len(block.places)
+        owner = block.owner
+        block.dissolve(whole=True)
+        owner.dropped(block)
+    return count
+
+
+@torch.no_grad()
+def copy_sharded(held: Any, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy`` of a parameter that no engine holds: a copy of its whole block, shard by shard. Local."""
+    param = parameter_of(held)
+    block: Any = block_of(param)
+    places = []
+    for place, cls in zip(block.places, block._classes, strict=True):
+        with torch._C.DisableTorchFunctionSubclass():
+            twin = torch.Tensor._make_subclass(cls, place.param.data, place.param.requires_grad)
+        memo[id(place.param)] = twin
+        places.append(Place(twin, place.name, place.start, place.shape, place.stride))
+    ranks = Ranks(block.process_group, block.rank, block.world)
+    _new_block(places, block.shard.clone(), block.owner, ranks)
+    return memo[id(param)] if held is param else memo[id(param)].data
