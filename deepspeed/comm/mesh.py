@@ -65,7 +65,7 @@ class ParallelMesh:
         self._lines: dict[str, tuple[int, ...]] = {"world": tuple(range(world_size)), **lines}
         self._groups: dict[tuple[int, ...], Group] = dict(groups or {})
         self._made: list[Group] = []
-        self._separate: dict[tuple[str, str], Group] = {}
+        self._separate: dict[tuple[tuple[int, ...], str], Group] = {}
         self._ep_sizes: list[int] = []
         self._inner_sizes: list[int] = []
         world = torch_dist.group.WORLD if torch_dist.is_initialized() else None
@@ -177,12 +177,14 @@ class ParallelMesh:
     def separate_group(self, axis: str, purpose: str) -> Group:
         """Another group of the same ranks, for collectives whose order is independent of those on `group(axis)`.
 
-        One per axis and purpose; all ranks of the axis must ask for it at the same point.
+        One per ranks and purpose; all ranks of the axis must ask for it at the same point.
         """
-        ranks = self.ranks(axis)
-        if not torch_dist.is_initialized() or len(ranks) == 1:
-            return self.group(axis)
-        key = (axis, purpose)
+        return self._separate_group(self.ranks(axis), purpose)
+
+    def _separate_group(self, ranks: tuple[int, ...], purpose: str) -> Group:
+        if not purpose or not torch_dist.is_initialized() or len(ranks) == 1:
+            return self._group_of(ranks)
+        key = (ranks, purpose)
         if key not in self._separate:
             with blocking("new_group", lambda: format_ranks(sorted(ranks))):
                 group = torch_dist.new_group(
@@ -244,35 +246,40 @@ class ParallelMesh:
         self._lines["hpz_outer"] = outer
         self._make_groups((inner, outer))
 
-    def add_zero_levels(self, inner: int) -> None:
+    def add_zero_levels(self, inner: int, *, name: str = "inner") -> None:
         """Add axes "zero_inner" (blocks of `inner` neighbours along zero) and "zero_outer" (same place in all blocks).
+
+        Args:
+            name: of the number, for the error.
 
         Raises:
             ValueError: `inner` does not divide the ranks of zero.
         """
         if inner in self._inner_sizes:
             return
-        near, far = self._cut_zero(inner, "inner")
+        near, far = self._cut_zero(inner, name)
         self._inner_sizes.append(inner)
         self._lines[f"zero_inner_of_{inner}"] = near
         self._lines[f"zero_outer_of_{inner}"] = far
         self._make_groups((near, far))
 
-    def levels(self, inner: int, *, within: int | None = None) -> Levels:
+    def levels(self, inner: int, *, within: int | None = None, purpose: str = "", name: str = "inner") -> Levels:
         """Groups for two-hop collectives over zero, cut into blocks of `inner` ranks. All ranks must call.
 
         Args:
             within: the two levels of this rank's block of `within` neighbours instead of all of zero: a shard group
                 of MiCS that spans several nodes.
+            purpose: groups of their own, see `separate_group`.
+            name: of `inner`, for the error.
         """
-        self.add_zero_levels(inner)
+        self.add_zero_levels(inner, name=name)
         near, far = self.ranks("zero_inner", inner=inner), self.ranks("zero_outer", inner=inner)
         if within is not None:
             block, _ = self._cut_zero(within, "within")
             if within % inner:
-                raise ValueError(f"blocks of {within} ranks cannot be cut into blocks of inner={inner}")
+                raise ValueError(f"blocks of {within} ranks cannot be cut into blocks of {name}={inner}")
             far = tuple(rank for rank in far if rank in block)
-        return Levels(self._group_of(near), self._group_of(far))
+        return Levels(self._separate_group(near, purpose), self._separate_group(far, purpose))
 
     def device_mesh(self, *axes: str) -> Any:
         """torch `DeviceMesh` over the sub-grid of this rank, for DTensor and compile users; uses this mesh's groups."""

@@ -21,6 +21,7 @@ from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.applied_config import apply_config, check_tested, dump_state
+from deepspeed.runtime.build_routes import ZeroRoutes, zero_routes
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
 from deepspeed.runtime.config_source import load_source
@@ -86,9 +87,10 @@ def build_engine(
     basic = choose_optimizer(parsed, model, optimizer, model_parameters, precision)
     if basic is not None:
         check_tested(basic, parsed)
-    sharded = shard_module(model, parsed, mesh, names, device)
+    routes = zero_routes(parsed, mesh, device)
+    sharded = shard_module(model, parsed, mesh, names, device, routes)
     wrapped = (
-        wrap_optimizer(basic, parsed, mesh, precision, names, model, accumulation, sharded)
+        wrap_optimizer(basic, parsed, mesh, precision, names, model, accumulation, sharded, routes)
         if basic is not None
         else None
     )
@@ -336,11 +338,16 @@ def param_groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]
 
 
 def shard_module(
-    model: nn.Module, config: DeepSpeedConfig, mesh: ParallelMesh, names: dict[int, str], device: torch.device
+    model: nn.Module,
+    config: DeepSpeedConfig,
+    mesh: ParallelMesh,
+    names: dict[int, str],
+    device: torch.device,
+    routes: ZeroRoutes,
 ) -> ShardedModule | None:
     """Who shards and gathers the parameters at stage 3; None where every rank keeps them whole."""
     zero = config.zero_config
-    world = mesh.size("zero")
+    world = routes.shards.world
     if not Placement.for_stage(int(zero.stage), world).parameter_sharded:
         return None
     apply_zero_leaf_module_config(model, zero.leaf_module)
@@ -354,8 +361,8 @@ def shard_module(
     target = zero.reduce_bucket_size if set_by_user else max(AUTO_BLOCK, -(-total // 4)) if fits else None
     return ShardedModule(
         model,
-        process_group=mesh.separate_group("zero", "gather"),
-        rank=mesh.rank("zero"),
+        process_group=routes.gather_group,
+        rank=routes.shards.rank,
         world=world,
         names=names,
         gather=GatherOptions(
@@ -371,6 +378,9 @@ def shard_module(
             max_persistent=zero.model_persistence_threshold,
             granularity=zero.module_granularity_threshold,
         ),
+        route=routes.gather,
+        frozen_route=routes.gather_frozen,
+        align_numel=routes.align_numel,
     )
 
 
@@ -393,11 +403,12 @@ def wrap_optimizer(
     model: nn.Module,
     accumulation: GradAccumulation,
     sharded: ShardedModule | None,
+    routes: ZeroRoutes,
 ) -> ZeroOptimizer:
     """``basic`` inside the ZeRO core, with the placement of the configured stage."""
     zero = config.zero_config
     world = mesh.size("zero")
-    placement = Placement.for_stage(int(zero.stage), world)
+    placement = Placement.for_stage(int(zero.stage), routes.shards.world, routes.axis)
     scaler = None
     if precision.fp16_scaling:
         fp16 = config.float16_config
@@ -442,6 +453,8 @@ def wrap_optimizer(
         options=options,
         scaler=scaler,
         sharding=sharded,
+        shards=routes.shards,
+        grad_route=routes.reduce,
     )
 
 

@@ -86,42 +86,6 @@ MISSING_FEATURES: tuple[MissingFeature, ...] = (
         "remove it",
     ),
     _row(
-        "zero_optimization.zero_hpz_partition_size",
-        _stage3(lambda zero: zero.zero_hpz_partition_size > 1),
-        "secondary weight shards (hpZ)",
-        "use 1",
-    ),
-    _row(
-        "zero_optimization.zero_quantized_weights",
-        _stage3(lambda zero: zero.zero_quantized_weights),
-        "quantized weight gathering (qwZ)",
-        "use false",
-    ),
-    _row(
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        _stage3(lambda zero: zero.zero_quantized_nontrainable_weights),
-        "quantized weight gathering (qwZ)",
-        "use false",
-    ),
-    _row(
-        "zero_optimization.zero_quantized_gradients",
-        _stage3(lambda zero: zero.zero_quantized_gradients),
-        "quantized gradient reduction (qgZ)",
-        "use false",
-    ),
-    _row(
-        "zero_optimization.zeropp_loco_param",
-        _stage3(lambda zero: bool(zero.zeropp_loco_param)),
-        "error feedback of quantized reduction (LoCo)",
-        "remove it",
-    ),
-    _row(
-        "zero_optimization.mics_shard_size",
-        _stage3(lambda zero: zero.mics_shard_size > 0),
-        "MiCS shard groups",
-        "use -1",
-    ),
-    _row(
         "optimizer.type",
         lambda s: s.optimizer is not None and s.optimizer.name in ONEBIT_OPTIMIZERS,
         "1-bit optimizers",

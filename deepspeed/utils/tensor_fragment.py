@@ -79,7 +79,7 @@ def _assemble(param: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     if group.sharded:
         # Every element has one owner, so the sum is a gather that needs no sizes exchanged.
         collectives.all_reduce(
-            flat, owner.process_group, op="sum", what=f"whole tensor of {_name(owner, param)}"
+            flat, owner.shards.group, op="sum", what=f"whole tensor of {_name(owner, param)}"
         ).wait()
     return flat[:-1].view(param.shape) if float(flat[-1]) else None
 

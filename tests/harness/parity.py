@@ -221,6 +221,7 @@ def compare(case: Case, ranks: list[list[StepRecord]], full: list[StepRecord]) -
         accumulation=case.accumulation,
         clip=case.clip,
         stage=case.stage,
+        block=case.zero.get("mics_shard_size"),
     )
     problems: list[str] = []
     for step in range(case.steps):

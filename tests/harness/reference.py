@@ -86,6 +86,9 @@ class PlainTrainer:
     backward and the means add up; in stages 0 and 1 a rank first adds up its own micro-batches and the mean is taken
     in the backward of the boundary. In stage 0 the mean, rounded to the dtype of the wire, takes the place of what
     each rank holds, and a further backward adds to it.
+
+    `block` (stage 3): blocks of so many neighbours add up by themselves in each backward, and the blocks are added in
+    their order, in fp32, when a step is made. Blocks of one rank are stage 0.
     """
 
     def __init__(
@@ -98,10 +101,12 @@ class PlainTrainer:
         accumulation: int = 1,
         clip: float = 0.0,
         stage: int = 0,
+        block: int | None = None,
     ) -> None:
         self.module, self.world_size, self.accumulation, self.clip = module, world_size, accumulation, clip
         self.precision = precision or Precision()
-        self.stage = stage if world_size > 1 else 0
+        self.block = block or world_size
+        self.stage = stage if world_size > 1 and self.block > 1 else 0
         for param in module.parameters():
             if param.is_floating_point():
                 param.data = param.data.to(self.precision.model)
@@ -124,6 +129,7 @@ class PlainTrainer:
         """Forget what has been accumulated since the last boundary."""
         self.local: list[dict[str, Tensor]] = [{} for _ in range(self.world_size)]
         self.reduced: dict[str, Tensor] = {}
+        self.parts: dict[int, dict[str, Tensor]] = {}  # sums of blocks that have not been added up yet
         self.touched: set[str] = set()
         self.held_back = False  # gradients have been added since the last reduction
 
@@ -177,6 +183,9 @@ class PlainTrainer:
     def reduce(self) -> None:
         """Mean over ranks of what they hold."""
         self.held_back = False
+        if self.stage and self.block < self.world_size:
+            self.reduce_blocks()
+            return
         for name, param in self.params.items():
             parts = [held.pop(name, None) for held in self.local]
             if all(part is None for part in parts):
@@ -199,6 +208,29 @@ class PlainTrainer:
             else:
                 self.reduced[name] = (self.reduced[name].float() + mean if name in self.reduced else mean).to(accum)
 
+    def reduce_blocks(self) -> None:
+        """Each block's share of the mean over ranks is added to what the block has."""
+        for name, param in self.params.items():
+            parts = [held.pop(name, None) for held in self.local]
+            if all(part is None for part in parts):
+                continue
+            self.touched.add(name)
+            accum = self._accum_dtype(param)
+            for first in range(0, self.world_size, self.block):
+                total = torch.zeros_like(param, dtype=torch.float32)
+                for part in parts[first : first + self.block]:
+                    if part is not None:
+                        total += part.to(self.precision.comm or accum).float()
+                total *= 1.0 / self.world_size
+                sums = self.parts.setdefault(first, {})
+                sums[name] = (sums[name].float() + total if name in sums else total).to(accum)
+
+    def add_blocks(self) -> None:
+        """The mean over ranks from those of the blocks."""
+        for name in self.touched if self.parts else ():
+            total = sum(self.parts[first][name].float() for first in sorted(self.parts))
+            self.reduced[name] = total.to(self._accum_dtype(self.params[name]))  # type: ignore[union-attr]
+
     # -- the boundary ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -209,6 +241,7 @@ class PlainTrainer:
         """
         if self.held_back:
             self.reduce()
+        self.add_blocks()
         gradients = {name: self.reduced[name].float() for name in self.touched}
         squares = sum(float(g.double().square().sum()) for g in gradients.values())
         overflow = not math.isfinite(squares)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from deepspeed.comm.loco import LocoState
 from deepspeed.runtime.zero.layout import Segment, Slot
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
@@ -61,6 +62,8 @@ class Bucket:
         self.covered = sum(numel for *_, numel in self.slots) == segment.numel
         self.missing = 0
         self.reduced = False  # its result of this window is in the gradient shard
+        self.complete = False  # and it is the sum over all replicas of the shard
+        self.loco: LocoState | None = None  # what packed reductions have lost of it
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def arm(self, expected: bytes) -> None:

@@ -111,13 +111,17 @@ class ParamGatherer:
         block.held = True
 
     def fetch_all(self, blocks: Iterable[ParamBlock]) -> None:
-        """Make several blocks available at once, whatever they need in memory; pin them first to keep them."""
+        """Make several blocks available at once, whatever they need in memory; pin them first to keep them.
+
+        By hand, so with the shards' very values, also where training gathers packed ones.
+        """
         wanted = list(blocks)
         for block in wanted:
             if block.full is None:
-                self._launch(block)
+                self._launch(block, exact=True)
                 self.fetches += 1
         for block in wanted:
+            block.make_exact()
             block.bind()
 
     def may_gather(self) -> bool:
@@ -176,8 +180,8 @@ class ParamGatherer:
 
     # ---- policy ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, block: ParamBlock) -> None:
-        block.launch()
+    def _launch(self, block: ParamBlock, *, exact: bool = False) -> None:
+        block.launch(exact=exact)
         self._live[block.index] = block
         self._live_numel += block.numel
 
@@ -251,8 +255,9 @@ class ParamGatherer:
         """
         was_here = block.full is not None
         if not was_here:
-            self._launch(block)
+            self._launch(block, exact=True)
         try:
+            block.make_exact()
             yield block.arrive()
         finally:
             if not was_here:

@@ -120,8 +120,9 @@ def boundary_facts(reducer: Reducer, workspace: Workspace, *, want_norm: bool) -
     device = groups[0].device if groups else torch.device("cpu")
     vector = vector.to(device)
     if total is not None:
-        # A replicated gradient is the same on every rank: its share is 1/world so that the sum counts it once.
-        vector[0] = total if sharded else total / reducer.world
+        # A replicated gradient is the same on every rank, and so are the shards of each replica: every element counts
+        # once in the sum.
+        vector[0] = total / (reducer.replicas if sharded else reducer.world)
     collectives.all_reduce(vector, reducer.process_group, op="sum", what="gradient norm").wait()
     values = vector.tolist()
     squares, left, calls_sum, calls_squared = values[:_HEADER]

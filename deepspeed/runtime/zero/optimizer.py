@@ -34,6 +34,7 @@ from deepspeed.runtime.zero.norm import BoundaryFacts, boundary_facts, clip_coef
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.publish import ParamPublisher, Publisher
 from deepspeed.runtime.zero.reduce import GradReducer, LocalGrads, ReduceOptions, Reducer
+from deepspeed.runtime.zero.routes import GradRoute, ShardRanks
 from deepspeed.runtime.zero.shard_group import BoundFragment, GroupSpec, ShardGroup
 from deepspeed.runtime.zero.sharded_module import ShardedModule
 from deepspeed.runtime.zero.stepper import InlineStepper, scale_in_place
@@ -77,8 +78,9 @@ class ZeroOptimizer(ZeROOptimizer):
     """See the module docstring. ``base`` must hold the model's parameters in its groups; they are replaced by leaves.
 
     ``names`` maps ``id(parameter)`` to its name, in registration order. ``scaler`` is a loss scaler or None.
-    ``sharding`` gathers the parameters where the placement shards them too. Raises ValueError when no parameter in
-    ``base`` is trainable.
+    ``sharding`` gathers the parameters where the placement shards them too. Gradients are averaged over
+    ``process_group``; ``shards`` are the ranks that states are spread over (default: the same), and ``grad_route`` is
+    how sharded gradients travel. Raises ValueError when no parameter in ``base`` is trainable.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class ZeroOptimizer(ZeROOptimizer):
         options: ZeroOptions | None = None,
         scaler: Any = None,
         sharding: ShardedModule | None = None,
+        shards: ShardRanks | None = None,
+        grad_route: GradRoute | None = None,
     ) -> None:
         super().__init__(base)
         refuse_unsuited(base, names, sharded=placement.state_sharded and world > 1)
@@ -102,6 +106,8 @@ class ZeroOptimizer(ZeROOptimizer):
         self.placement = placement
         self.precision = precision
         self.process_group, self.rank, self.world = process_group, rank, world
+        self.shards = shards or ShardRanks(process_group, rank, world)
+        self.grad_route = grad_route
         self.options = options or ZeroOptions()
         self.loss_scaler = scaler
         self.clip_grad = self.options.clip
@@ -154,7 +160,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def _group(self, index: int, params: list[nn.Parameter], comm_dtype: torch.dtype, by_rows: bool) -> ShardGroup:
         params = sorted(params, key=lambda param: -self._order.get(id(param), 0))  # backward meets the last one first
-        world = self.world if self.placement.state_sharded else 1
+        world = self.shards.world if self.placement.state_sharded else 1
         if self.options.round_robin and world > 1:
             params = [params[i] for first in range(world) for i in range(first, len(params), world)]
         blocks = self.sharding.cut(params) if self.sharding is not None else [params]
@@ -167,7 +173,7 @@ class ZeroOptimizer(ZeROOptimizer):
             master_dtype=self.precision.master_dtype(params[0]),
             accum_dtype=self.precision.accum_dtype(params[0]),
             comm_dtype=comm_dtype,
-            rank=self.rank if world > 1 else 0,
+            rank=self.shards.rank if world > 1 else 0,
             world=world,
             by_rows=by_rows,
         )
@@ -176,7 +182,8 @@ class ZeroOptimizer(ZeROOptimizer):
     def _layout(self, spec: GroupSpec, block_lengths: Sequence[int]) -> ShardLayout:
         """Where the group's elements live. Optimizers that look at whole matrices get whole parameters."""
         run = [(name, param.numel()) for name, param in zip(spec.names, spec.params, strict=True)]
-        align = max(1, _ALIGN_BYTES // spec.params[0].element_size())
+        itemsize = spec.params[0].element_size()
+        align = self.sharding.align(itemsize) if self.sharding is not None else max(1, _ALIGN_BYTES // itemsize)
         whole = not self.options.elementwise and spec.world > 1
         if self.sharding is not None and not whole:
             parts = iter(run)
@@ -240,6 +247,7 @@ class ZeroOptimizer(ZeROOptimizer):
                     overlap=self.options.overlap,
                     every_backward=self.placement.reduces_every_backward,
                     pre_divide=self.options.pre_divide,
+                    route=self.grad_route,
                 ),
             )  # fmt: skip
         else:
@@ -388,7 +396,10 @@ class ZeroOptimizer(ZeROOptimizer):
             self.clip_coefficient = clip_coefficient(self.norm, self.clip_grad)
             self.stepper.update(facts, unscale * self.clip_coefficient)
         if self.loss_scaler is not None:
+            before = self.loss_scale
             self.loss_scaler.update_scale(self.overflow)
+            if self.loss_scale != before:
+                self.reducer.rescale_feedback(self.loss_scale / before)
         self.clear_window()
         if self.sharding is not None:
             self.sharding.gatherer.end_window()
@@ -476,6 +487,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def publish_masters(self) -> None:
         """The model takes the masters' values, on every rank (after masters were written). Collective."""
+        self.reducer.forget_feedback()
         for group in self.groups:
             if not group.sharded:
                 group.push_masters()
@@ -492,7 +504,7 @@ class ZeroOptimizer(ZeROOptimizer):
     def model_state_bytes(self) -> dict[str, int]:
         """Bytes this rank holds now by kind: parameter, gradient, master, optimizer, workspace. Storages count once."""
         seen: set[tuple[torch.device, int]] = set()
-        totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0, "gathered": 0}
+        totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0, "gathered": 0, "secondary": 0}
 
         def add(kind: str, tensor: torch.Tensor) -> None:
             if tensor.is_sparse:
@@ -535,7 +547,7 @@ class ZeroOptimizer(ZeROOptimizer):
             if not group.aliased:
                 totals["master"] += numel * group.master_dtype.itemsize // share
             totals["optimizer"] += int(width * numel * group.master_dtype.itemsize) // share
-        share = self.world if self.placement.parameter_sharded else 1
+        share = self.shards.world if self.placement.parameter_sharded else 1
         totals["parameter"] += sum(param.numel() * param.element_size() for _, param in self.frozen) // share
         return totals
 

@@ -33,6 +33,7 @@ from torch.autograd.graph import increment_version
 
 from deepspeed.comm import collectives
 from deepspeed.runtime.zero.historical_params import BlockReference, ZeroParamStatus, attach, detach
+from deepspeed.runtime.zero.routes import GatherRoute, SecondaryShard
 from deepspeed.runtime.zero.sharded_parameter import guard_class, placeholder
 
 
@@ -68,12 +69,17 @@ class ParamBlock:
         world: int,
         index: int,
         persistent: bool = False,
+        route: GatherRoute | None = None,
     ) -> None:
+        """``route``: how it is gathered; default: exactly, over ``process_group``."""
         self.places = list(places)
         self.shard = shard
         self.process_group, self.rank, self.world = process_group, rank, world
         self.index = index  # names the block in collectives: the same on every rank
         self.persistent = persistent
+        self.route = route or GatherRoute(process_group)
+        self.secondary = SecondaryShard(self.route.secondary) if self.route.secondary is not None else None
+        self.rounded = False  # ``full`` holds packed values, close to those of the shards; else the very same
         self.numel = shard.numel() * world
         self.full: torch.Tensor | None = None  # 1D, numel, the parameters' dtype
         self.bound = False  # the parameters are views of ``full``
@@ -123,14 +129,32 @@ class ParamBlock:
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
     @torch.no_grad()
-    def launch(self) -> None:
-        """Start the all-gather of this block. Collective."""
+    def launch(self, *, exact: bool = False) -> None:
+        """Start the all-gather of this block; ``exact``: of the shards' very values. Collective."""
         assert self.full is None, "a block is gathered once at a time"
         full = torch.empty(self.numel, dtype=self.shard.dtype, device=self.shard.device)
         self.full = full
-        self.pending = collectives.all_gather(
-            full, self.shard, self.process_group, what=self.describe, async_op=True, key=self.index + 1
+        near = self.secondary
+        if near is not None and near.holds(self.generation) and not (exact and near.rounded):
+            self.rounded = near.rounded
+            self.pending = near.gather(full, what=self.describe, key=self.index + 1)
+        else:
+            self.pending = self._gather(exact=exact, async_op=True)
+
+    def _gather(self, *, exact: bool, async_op: bool) -> collectives.Pending:
+        assert self.full is not None
+        self.rounded = not exact and self.route.rounds(self.shard.dtype)
+        return self.route.gather(
+            self.full, self.shard, exact=exact, what=self.describe, async_op=async_op, key=self.index + 1
         )
+
+    @torch.no_grad()
+    def make_exact(self) -> None:
+        """A full buffer that a packed gather has filled takes the shards' very values. Collective if it has."""
+        self.arrive()
+        if self.rounded:
+            self.absorb()
+            self._gather(exact=True, async_op=False)
 
     def arrive(self) -> torch.Tensor:
         """Wait for the all-gather; the full buffer.  # 1D, numel"""
@@ -188,10 +212,13 @@ class ParamBlock:
         if self.full is None:
             return
         self.arrive()
+        ours = not (self.bound and drop_edits)  # no edits that shards do not have
         if self.bound:
             if not drop_edits:
                 self.absorb()
             self.hide()
+        if self.secondary is not None and ours:
+            self.secondary.keep(self.full, self.generation, rounded=self.rounded)
         live_buffers.pop(self._address, None)
         self.full = None
 
@@ -201,9 +228,7 @@ class ParamBlock:
         assert self.full is not None
         assert self.pending is None
         self.generation += 1
-        return collectives.all_gather(
-            self.full, self.shard, self.process_group, what=self.describe, async_op=async_op, key=self.index + 1
-        )
+        return self._gather(exact=False, async_op=async_op)
 
     # ---- edits -----------------------------------------------------------------------------------------------------
 
@@ -258,8 +283,9 @@ class ParamBlock:
         if not positions:
             return
         assert self.full is not None
-        piece = self.shard.numel()
-        self.shard.copy_(self.full.narrow(0, self.rank * piece, piece))
+        for position in positions:  # not the whole piece: other elements of a packed gather are rounded
+            start, elements = self.own(position)
+            elements.copy_(self.full.narrow(0, self.places[position].start + start, elements.numel()))
         self.changed(positions)
 
     def changed(self, positions: set[int]) -> None:
@@ -308,10 +334,12 @@ class ParamBlock:
     def dissolve(self, *, whole: bool) -> None:
         """Make plain parameters of its parameters again: whole ones (collective), or empty ones."""
         if whole and self.full is None:
-            self.launch()
+            self.launch(exact=True)
         if self.full is not None:
             self.arrive()
         self.absorb()
+        if whole:
+            self.make_exact()
         self.bound = False
         for place, cls in zip(self.places, self._classes, strict=True):
             param: Any = place.param
@@ -319,7 +347,7 @@ class ParamBlock:
             param.data = self.view(place).clone() if whole else torch.empty(0, dtype=param.dtype, device=param.device)
             detach(param)
         live_buffers.pop(self._address, None)
-        self.full = None
+        self.full = self.secondary = None
         self.places, self._classes, self._guards, self._versions = [], [], [], []
         self.owner = self.process_group = self.on_write = None
 
@@ -346,7 +374,7 @@ class ParamBlock:
     def drop(self) -> None:
         """Let go of all memory of a block without parameters."""
         live_buffers.pop(self._address, None)
-        self.full = None
+        self.full = self.secondary = None
         self.shard, self.numel = self.shard.new_empty(0), 0
 
     def name_of(self, param: nn.Parameter) -> str:

@@ -10,6 +10,8 @@ Invariants:
 - A result is the mean over ranks, added to what the window already holds, so several backward passes per step,
   re-entrant checkpointing and late gradients sum up correctly.
 - Gradients of a parameter are freed as soon as its last bucket has been filled.
+- Where shards have replicas, a backward sums over the ranks of one replica alone; the replicas are added up once, when
+  the window is finished.
 """
 
 from __future__ import annotations
@@ -23,17 +25,20 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.comm.sparse import all_reduce_rows
 from deepspeed.runtime.zero.bucket import Bucket, Workspace
+from deepspeed.runtime.zero.routes import GradRoute, push_on
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
 
 @dataclass(frozen=True)
 class ReduceOptions:
     """``overlap``: start a bucket's collective during backward and keep two in flight. ``every_backward``: gradients
-    are sharded. ``pre_divide``: divide by this before the sum and by ``world / pre_divide`` after it."""
+    are sharded. ``pre_divide``: divide by this before the sum and by ``world / pre_divide`` after it. ``route``: how
+    sharded gradients travel; default: exactly, over the reducer's group."""
 
     overlap: bool = False
     every_backward: bool = False
     pre_divide: float = 1.0
+    route: GradRoute | None = None
 
 
 class Reducer(Protocol):
@@ -42,6 +47,7 @@ class Reducer(Protocol):
     groups: list[ShardGroup]
     process_group: Any
     world: int
+    replicas: int
     touched: list[bytearray]
     active: bool
     held_back: bool
@@ -55,6 +61,8 @@ class Reducer(Protocol):
     def left_overs(self) -> int: ...
     def wait(self) -> None: ...
     def reset(self) -> None: ...
+    def rescale_feedback(self, factor: float) -> None: ...
+    def forget_feedback(self) -> None: ...
 
 
 class LocalGrads:
@@ -66,7 +74,7 @@ class LocalGrads:
     def __init__(self, groups: Sequence[ShardGroup]) -> None:
         self.groups = list(groups)
         self.process_group: Any = None
-        self.world = 1
+        self.world = self.replicas = 1
         self.touched = [bytearray(len(group.params)) for group in self.groups]
         self.active = self.held_back = False
         self.launched = 0
@@ -101,6 +109,12 @@ class LocalGrads:
     def reset(self) -> None:
         self.active = False
 
+    def rescale_feedback(self, factor: float) -> None:
+        return None
+
+    def forget_feedback(self) -> None:
+        return None
+
 
 class GradReducer:
     """Reduces the gradients of all ``groups`` over ``process_group`` of ``world`` ranks."""
@@ -113,6 +127,8 @@ class GradReducer:
         self.world = world
         self.workspace = workspace
         self.options = options
+        self.route = options.route or GradRoute(process_group)
+        self.replicas = self.route.replica_count
         self.buckets = self._ordered_buckets()
         self._sharded = any(group.sharded for group in self.groups)
         self.touched = [bytearray(len(group.params)) for group in self.groups]  # in this window, on this rank
@@ -140,6 +156,7 @@ class GradReducer:
         buckets.sort(key=lambda bucket: -bucket.ready_key)
         for index, bucket in enumerate(buckets):
             bucket.index = index
+            bucket.loco = self.route.feedback(bucket.dtype) if bucket.group.sharded else None
         return buckets
 
     def _index_buckets(self) -> list[list[list[Bucket]]]:
@@ -202,6 +219,7 @@ class GradReducer:
         while self._next < len(self.buckets):
             self._launch(self.buckets[self._next])
             self._next += 1
+        self._push_on()
         self.active = self.held_back = False
         self._expected = [bytes(ready) for ready in self._ready]
 
@@ -215,6 +233,7 @@ class GradReducer:
         if self.held_back or not self.launched:
             self.send_all()
         self.wait()
+        self._add_replicas()
         if not self._rows_sent:
             self._send_rows()
 
@@ -224,6 +243,7 @@ class GradReducer:
         self.begin_backward(reduce=True)
         self.end_backward()
         self.wait()
+        self._add_replicas()
         self._expected = expected
 
     def left_overs(self) -> int:
@@ -242,7 +262,7 @@ class GradReducer:
             self.touched[i] = bytearray(len(group.params))
             self._made[i] = bytearray(len(group.params))
         for bucket in self.buckets:
-            bucket.reduced = False
+            bucket.reduced = bucket.complete = False
         self.active = self.held_back = False
         self.launched = self._next = self._late = 0
         self._rows_sent = False
@@ -254,17 +274,17 @@ class GradReducer:
         index = self.launched % self.workspace.count
         self._land(index)
         buffer = self.workspace.take(index, bucket.segment.numel, bucket.dtype)
-        number, group, segment = self._where[id(bucket.group)], bucket.group, bucket.segment
+        number, group = self._where[id(bucket.group)], bucket.group
         bucket.fill(buffer, [self._take(number, position) for position in bucket.positions])
         self.launched += 1
         if self.options.pre_divide != 1.0:
             buffer.mul_(1.0 / self.options.pre_divide)
         if group.sharded:
             self._close(number, bucket)
-            pending = collectives.reduce_scatter(
-                group.grad_piece(segment), buffer, self.process_group,
-                average=False, scale=self.options.pre_divide / self.world,
-                accumulate=bucket.reduced, what=bucket.describe, async_op=self.options.overlap, key=bucket.index + 1,
+            pending = self.route.reduce_scatter(
+                self._open_piece(bucket), buffer, scale=self.options.pre_divide / self.world,
+                accumulate=bucket.reduced, loco=bucket.loco, what=bucket.describe,
+                async_op=self.options.overlap, key=bucket.index + 1,
             )  # fmt: skip
         else:
             pending = collectives.all_reduce(
@@ -275,6 +295,56 @@ class GradReducer:
         bucket.reduced = True
         if not self.options.overlap:
             self._land(index)
+        else:  # the one before: its second hop, if it has one, travels under the backward that goes on
+            self._push_on(but=index)
+
+    def _push_on(self, but: int = -1) -> None:
+        """Start the second hops of what is in flight, in the order of the launches."""
+        count = self.workspace.count
+        for index in ((self.launched + place) % count for place in range(count)):
+            entry = self._in_flight[index]
+            if entry is not None and index != but:
+                push_on(entry[2])
+
+    def _open_piece(self, bucket: Bucket) -> torch.Tensor:
+        """Where the result of ``bucket`` lands. A sum over replicas that is there already counts once more below."""
+        piece = bucket.group.grad_piece(bucket.segment)
+        if bucket.complete:
+            piece.mul_(1.0 / self.replicas)
+            bucket.complete = False
+        return piece
+
+    @torch.no_grad()
+    def _add_replicas(self) -> None:
+        """Add up what the replicas of the shards have reduced, each bucket once. Two are on their way at a time."""
+        if self.replicas == 1:
+            return
+        started: list[Any] = []
+        for bucket in self.buckets:
+            if bucket.complete or not bucket.group.sharded:
+                continue
+            bucket.complete = True
+            if len(started) == 2:
+                started.pop(0).wait()
+            started.append(
+                self.route.add_replicas(
+                    bucket.group.grad_piece(bucket.segment), what=bucket.describe, async_op=True, key=bucket.index + 1
+                )
+            )
+        for pending in started:
+            pending.wait()
+
+    def rescale_feedback(self, factor: float) -> None:
+        """The loss scale of the gradients to come is ``factor`` times that of before."""
+        for bucket in self.buckets:
+            if bucket.loco is not None:
+                bucket.loco.rescale(factor)
+
+    def forget_feedback(self) -> None:
+        """What packed reductions have lost belongs to weights that are gone."""
+        for bucket in self.buckets:
+            if bucket.loco is not None:
+                bucket.loco.reset()
 
     def _take(self, number: int, position: int) -> torch.Tensor | None:
         """The gradient of a parameter, out of autograd's reach: what comes later is a gradient of its own.

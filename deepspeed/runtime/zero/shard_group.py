@@ -298,10 +298,15 @@ class ShardGroup:
             bound.leaf.grad = None
 
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(kind, tensor)`` of everything this group keeps alive; kinds: parameter, gathered, gradient, master."""
+        """``(kind, tensor)`` of everything this group keeps alive.
+
+        Kinds: parameter, gathered, secondary, gradient, master.
+        """
         if self.shard is not None:
             yield "parameter", self.shard
             yield from (("gathered", block.full) for block in self.blocks if block.full is not None)
+            copies = [block.secondary.piece for block in self.blocks if block.secondary is not None]
+            yield from (("secondary", piece) for piece in copies if piece is not None)
         elif self.flat is not None:
             yield "parameter", self.flat
         else:

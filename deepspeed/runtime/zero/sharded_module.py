@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.block_cut import CutOptions, cut, number_atoms, pers
 from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
 from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.param_block import ParamBlock, Place
+from deepspeed.runtime.zero.routes import GatherRoute
 from deepspeed.runtime.zero.shard_group import GroupSpec, ShardGroup
 from deepspeed.runtime.zero.sharded_parameter import block_of
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -44,7 +45,17 @@ class ShardedModule:
         names: dict[int, str],
         gather: GatherOptions | None = None,
         cut_options: CutOptions | None = None,
+        route: GatherRoute | None = None,
+        frozen_route: GatherRoute | None = None,
+        align_numel: int = 1,
     ) -> None:
+        """``route``: how blocks are gathered, ``frozen_route``: blocks of frozen parameters alone; default: exactly.
+
+        ``align_numel``: parameters and pieces start at multiples of so many elements.
+        """
+        self.route = route or GatherRoute(process_group)
+        self.frozen_route = frozen_route or self.route
+        self.align_numel = align_numel
         self.module = module
         self.process_group, self.rank, self.world = process_group, rank, world
         self.names = names
@@ -61,6 +72,10 @@ class ShardedModule:
     def cut(self, params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """``params`` (of one dtype and optimizer group) as the blocks they are gathered in, in their order."""
         return cut(params, self.atoms, self.persistent, self.cut_options)
+
+    def align(self, itemsize: int) -> int:
+        """Elements of ``itemsize`` bytes whose multiples parameters and pieces start at."""
+        return max(1, _ALIGN_BYTES // itemsize, self.align_numel)
 
     def align(self, itemsize: int) -> int:
         """Elements of ``itemsize`` bytes whose multiples parameters and pieces start at."""
@@ -91,6 +106,7 @@ class ShardedModule:
             world=self.world,
             index=len(self.gatherer.blocks),
             persistent=bool(places) and all(id(place.param) in self.persistent for place in places),
+            route=self.route if any(place.param.requires_grad for place in places) else self.frozen_route,
         )
         block.hide()
         self.gatherer.add(block)
@@ -109,7 +125,7 @@ class ShardedModule:
     def _rest_group(self, params: list[nn.Parameter]) -> ShardGroup:
         order = {key: position for position, key in enumerate(self.names)}
         dtype = params[0].dtype
-        align = max(1, _ALIGN_BYTES // params[0].element_size())
+        align = self.align(params[0].element_size())
         blocks = self.cut(params)
         listed = [param for block in blocks for param in block]
 

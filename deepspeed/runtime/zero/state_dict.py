@@ -193,7 +193,7 @@ def shard_state(optimizer: ZeroOptimizer, stage: int, join: Join) -> dict[str, A
         keys.ZERO_STAGE: int(stage),
         keys.GROUP_PADDINGS: [0] * len(groups),
         keys.PARAM_ALIGNMENT_PADDINGS: [[0] * len(group.params) for group in groups],
-        keys.PARTITION_COUNT: [group.layout.world for group in groups] if stage < 3 else optimizer.world,
+        keys.PARTITION_COUNT: [group.layout.world for group in groups] if stage < 3 else optimizer.shards.world,
         keys.PARAM_SLICE_MAPPINGS: [slice_mappings(group) for group in groups],
     }
 

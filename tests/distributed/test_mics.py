@@ -1,0 +1,146 @@
+"""MiCS: shards over a few neighbours, replicas of them on the other ranks; against plain torch, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+from tests.harness.models import SPECS
+from tests.harness.parity import OPTIMIZERS, Case, assert_same_training
+
+FORCED: dict[str, Any] = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+    "reduce_bucket_size": 50,
+    "stage3_prefetch_bucket_size": 200,
+}
+
+
+# 2 ranks: one replica of 2 (plain stage 3), two of 1 (stage 0). 4 ranks: two of 2. 3 ranks: three of 1.
+@pytest.mark.parametrize(("world_size", "shard"), ((2, 2), (2, 1), (3, 1), (4, 2)))
+def test_same_training_as_plain_torch(pool: Any, world_size: int, shard: int) -> None:
+    cases = [
+        Case(3, precision, accumulation, clip, zero={"mics_shard_size": shard, **zero})
+        for precision, accumulation, clip, zero in itertools.product(
+            ("fp32", "bf16", "fp16"), (1, 3), (0.0, 0.5), ({}, FORCED)
+        )
+    ]
+    assert_same_training(pool, world_size, cases)
+
+
+@pytest.mark.parametrize("model", ("tied", "shared", "unused", "lora", "degenerate", "llama", "embeddings"))
+def test_same_training_for_every_kind_of_model(pool: Any, model: str) -> None:
+    cases = [
+        Case(3, precision, 2, 0.5, model=model, steps=3, zero={"mics_shard_size": 2, "overlap_comm": overlap, **FORCED})
+        for precision, overlap in (("fp32", True), ("bf16", False))
+    ]
+    assert_same_training(pool, 4, cases)
+
+
+def test_hierarchical_gather_and_secondary_copies_change_no_bit(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        Case(3, "bf16", 2, 0.5, steps=3, zero={"mics_shard_size": 2, **extra, **FORCED})
+        for extra in ({"mics_hierarchical_params_gather": True}, {"zero_hpz_partition_size": 2})
+    ]
+    assert_same_training(pool, 4, cases)
+
+
+def start(zero: dict[str, Any], **top: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": OPTIMIZERS["adamw"].block,
+        "zero_optimization": {"stage": 3, **zero},
+        **top,
+    }
+    return deepspeed.initialize(model=SPECS["odd"].build(), config=config)[0]
+
+
+def backward(engine: Any, step: int) -> None:
+    spec, rank = SPECS["odd"], dist.get_rank()
+    engine.backward(spec.loss(engine, spec.batch(step, rank), step, rank))
+
+
+def sharing() -> tuple[int, int, int, list[int]]:
+    engine = start({"mics_shard_size": 2})
+    params = list(engine.module.parameters())
+    whole = sum(param.ds_numel for param in params)
+    states = engine.optimizer.model_state_bytes()
+    group = torch.distributed.get_process_group_ranks(params[0].ds_process_group)
+    shards = states["parameter"]
+    engine.destroy()
+    return whole * 4, shards, params[0].numel(), group
+
+
+def test_each_block_of_neighbours_holds_the_whole_model(pool: Any) -> None:
+    for rank, (whole, shard, _, group) in enumerate(pool.run(4, sharing)):
+        assert group == ([0, 1] if rank < 2 else [2, 3])
+        assert whole / 2 <= shard <= whole / 2 + 4 * 16 * 20  # and the alignment of pieces
+
+
+def looked_at_within_a_window() -> tuple[torch.Tensor, torch.Tensor, bool]:
+    found = []
+    for look in (False, True):
+        engine = start({"mics_shard_size": 2}, gradient_accumulation_steps=3)
+        for micro in range(3):
+            backward(engine, micro)
+            if look:  # adds up the replicas now; what comes later is added to that
+                safe_get_full_grad(next(engine.module.parameters()))
+            if micro == 2:
+                found.append(safe_get_full_grad(next(engine.module.parameters())))
+            engine.step()
+        engine.destroy()
+    return found[0], found[1]
+
+
+def test_gradients_may_be_read_in_the_middle_of_a_window(pool: Any) -> None:
+    results = pool.run(4, looked_at_within_a_window)
+    for plain, looked in results:
+        assert torch.allclose(plain, looked, rtol=1e-6, atol=1e-8)
+        assert torch.equal(plain, results[0][0])
+        assert torch.equal(looked, results[0][1])
+
+
+def edited() -> list[float]:
+    engine = start({"mics_shard_size": 2})
+    first = next(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(first, modifier_rank=3):
+        first.data.fill_(float(dist.get_rank()))
+    with deepspeed.zero.GatheredParameters(first):
+        seen = first.detach().unique().tolist()
+    engine.destroy()
+    return seen
+
+
+def test_edits_of_one_rank_reach_every_replica(pool: Any) -> None:
+    assert pool.run(4, edited) == [[3.0]] * 4
+
+
+def refused(zero: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        start(zero)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("zero", "text"),
+    (
+        ({"mics_shard_size": 3}, "mics_shard_size=3 does not divide the 4 ranks ZeRO shards over (dp 4 x sp 1); "
+         "4 = 1 x 3 + 1"),
+        ({"mics_shard_size": 8}, "mics_shard_size=8 does not divide the 4 ranks ZeRO shards over (dp 4 x sp 1); "
+         "4 = 0 x 8 + 4"),
+        ({"zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide the 4 ranks"),
+        ({"mics_shard_size": 2, "zero_hpz_partition_size": 4}, "zero_hpz_partition_size=4 does not divide the 2 ranks "
+         "of mics_shard_size; 2 = 0 x 4 + 2"),
+    ),
+)  # fmt: skip
+def test_sizes_that_do_not_divide_are_refused(pool: Any, zero: dict[str, Any], text: str) -> None:
+    for found in pool.run(4, refused, zero):
+        assert text in found
