@@ -77,10 +77,6 @@ class ShardedModule:
         """Elements of ``itemsize`` bytes whose multiples parameters and pieces start at."""
         return max(1, _ALIGN_BYTES // itemsize, self.align_numel)
 
-    def align(self, itemsize: int) -> int:
-        """Elements of ``itemsize`` bytes whose multiples parameters and pieces start at."""
-        return max(1, _ALIGN_BYTES // itemsize, self.align_numel)
-
     @contextlib.contextmanager
     def whole_values(self, params: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
         """The whole data of ``params``, also of those that are sharded already; their blocks lose them afterwards."""
