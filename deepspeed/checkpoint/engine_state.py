@@ -40,7 +40,7 @@ class EnginePlan:
             engine.training_dataloader.load_state_dict(self.data_loader)
         engine.callbacks.load_state_dict(self.callbacks)
         if self.scaler:
-            reason = zero_state.restore_scaler(getattr(engine.optimizer, "loss_scaler", None), self.scaler)
+            reason = zero_state.restore_scaler(getattr(engine.zero_optimizer, "loss_scaler", None), self.scaler)
             if reason:
                 self.notes.append(reason)
 

@@ -140,10 +140,10 @@ class CheckpointManager:
                 f"saving inside a window of {accumulation.steps} micro-steps: the gradients of the first "
                 f"{accumulation.in_window} are not saved, a resumed run begins the window anew"
             )
-        if engine.optimizer is not None and zero_state.unsaved_settings(engine.optimizer):
+        if engine.zero_optimizer is not None and zero_state.unsaved_settings(engine.zero_optimizer):
             self._say(
                 "these settings of the optimizer's parameter groups are not plain data and stay out of the checkpoint: "
-                + ", ".join(zero_state.unsaved_settings(engine.optimizer))
+                + ", ".join(zero_state.unsaved_settings(engine.zero_optimizer))
             )
         contents = writer.contents(engine, self.rank, client_state, exclude_frozen, self._writes_model())
         made = {}
@@ -290,7 +290,7 @@ class CheckpointManager:
         self._refuse_pinned()
         shard_rank, shards = engine.mesh.rank("zero"), engine.mesh.size("zero")
         saved = reader.SavedTag(folder, tag, writer.model_parallel_rank(engine), shard_rank, shards)
-        optimizer = engine.optimizer if not module_only else None
+        optimizer = engine.zero_optimizer if not module_only else None
         wants_masters = optimizer_states or engine.zero_load_from_fp32_weights()
         shard_files: list[str] = []
         if saved.stage >= 3 or (
@@ -344,7 +344,7 @@ class CheckpointManager:
                 names.clean_name(name) for name, _ in self.engine.module.named_parameters(remove_duplicate=False)
             }
             plan.optimizer_plan = restore.plan_optimizer(
-                self.engine.optimizer, saved, with_states=with_states, module_names=module_names
+                self.engine.zero_optimizer, saved, with_states=with_states, module_names=module_names
             )
         elif saved.stage >= 1:
             plan.extra_notes.append("fp32 masters are rebuilt from the weights")
@@ -400,7 +400,7 @@ class LoadPlan:
 
     def apply(self) -> None:
         """Copy. Local to this rank."""
-        engine, optimizer = self.engine, self.engine.optimizer
+        engine, optimizer = self.engine, self.engine.zero_optimizer
         if optimizer is not None:
             engine.zero_grad()
         if engine.sharded_module is not None:
@@ -416,7 +416,7 @@ class LoadPlan:
 
     def finish(self) -> None:
         """What needs all ranks, and what comes last."""
-        optimizer = self.engine.optimizer
+        optimizer = self.engine.zero_optimizer
         if self.optimizer_plan is not None and self.optimizer_plan.publish:
             optimizer.publish_masters()
         if optimizer is not None:

@@ -47,7 +47,8 @@ class RestRun:
 
 def rest_runs(engine: DeepSpeedEngine, exclude_frozen: bool) -> list[RestRun]:
     """The runs of an engine at stage 3; ``exclude_frozen`` leaves out parameters that do not require grad."""
-    held = {id(param) for group in engine.optimizer.groups for param in group.params} if engine.optimizer else set()
+    groups = engine.zero_optimizer.groups if engine.zero_optimizer is not None else []
+    held = {id(param) for group in groups for param in group.params}
 
     def wanted(param: nn.Parameter) -> bool:
         return id(param) not in held and (param.requires_grad or not exclude_frozen)

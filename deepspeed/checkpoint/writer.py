@@ -52,7 +52,7 @@ def contents(
 ) -> dict[str, dict[str, Any]]:
     """``file name -> content`` of everything global rank ``rank`` writes."""
     stage = int(engine.zero_optimization_stage())
-    optimizer = engine.optimizer
+    optimizer = engine.zero_optimizer
     record = None
     rest = resting.rest_runs(engine, exclude_frozen) if stage >= 3 else []
     if optimizer is not None or stage >= 3:
@@ -88,7 +88,7 @@ def model_states(
     exclude_frozen: bool,
 ) -> dict[str, Any]:
     """Content of the model-states file. The library's own keys win over ``client_state``."""
-    optimizer = engine.optimizer
+    optimizer = engine.zero_optimizer
     named = list(engine.module.named_parameters(remove_duplicate=False))
     module = module_state(engine, exclude_frozen)
     if stage >= 3:
@@ -201,7 +201,7 @@ def engine_state(engine: DeepSpeedEngine, left_out: Sequence[str]) -> dict[str, 
         "data_loader": _state_of(engine.training_dataloader),
         "callbacks": engine.callbacks.state_dict(),
         "excluded_frozen": list(left_out),
-        "loss_scaler": zero_state.scaler_state(getattr(engine.optimizer, "loss_scaler", None)),
+        "loss_scaler": zero_state.scaler_state(getattr(engine.zero_optimizer, "loss_scaler", None)),
     }
 
 

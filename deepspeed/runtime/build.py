@@ -42,6 +42,7 @@ from deepspeed.runtime.zero.historical import optimizer_class
 from deepspeed.runtime.zero.init_shard import make_whole
 from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.sharded_module import ShardedModule
 from deepspeed.utils.logging import log_dist
@@ -97,6 +98,9 @@ def build_engine(
     if sharded is not None:
         sharded.shard_rest()
         sharded.install_hooks()
+    offload = DeepSpeedZeRoOffload(model, sharded) if int(parsed.zero_config.stage) == 3 else None
+    if wrapped is not None and offload is not None:
+        wrapped.parameter_offload = offload
     schedule = choose_scheduler(parsed, lr_scheduler, basic)
     loaders = LoaderFactory(parsed, mesh)
     engine = DeepSpeedEngine(
@@ -109,6 +113,7 @@ def build_engine(
             device=device,
             param_names=names,
             sharded_module=sharded,
+            parameter_offload=offload,
             optimizer=wrapped,
             basic_optimizer=basic,
             lr_scheduler=schedule,

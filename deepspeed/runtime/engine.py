@@ -43,6 +43,7 @@ class EngineParts:
     device: torch.device
     param_names: dict[int, str]
     sharded_module: Any = None  # who gathers the parameters at stage 3
+    parameter_offload: Any = None  # the hooks of stage 3 under their historical name
     optimizer: Any = None
     basic_optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: Any = None
@@ -69,7 +70,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.accumulation = parts.accumulation
         self.device = parts.device
         self.sharded_module: Any = parts.sharded_module
-        self.optimizer: Any = parts.optimizer
+        self.zero_optimizer: Any = parts.optimizer
+        self.parameter_offload: Any = parts.parameter_offload
         self.basic_optimizer = parts.basic_optimizer
         self.lr_scheduler = parts.lr_scheduler
         self.client_lr_scheduler = parts.client_lr_scheduler
@@ -90,15 +92,20 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._told_no_sync = False
         self._destroyed = False
         self.checkpoint: Any = parts.make_checkpoint_manager(self) if parts.make_checkpoint_manager else None
-        if self.optimizer is not None:
-            self.optimizer.should_reduce = self._should_reduce
-            self.optimizer.on_raw_begin = self._on_raw_begin
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.should_reduce = self._should_reduce
+            self.zero_optimizer.on_raw_begin = self._on_raw_begin
         self._follow_accumulation()
 
     def _follow_accumulation(self) -> None:
-        self._watch_outputs = self.optimizer is not None and (
-            self.mesh.size("zero") > 1 or self.accumulation.loss_divisor > 1 or self.optimizer.needs_scaler()
+        self._watch_outputs = self.zero_optimizer is not None and (
+            self.mesh.size("zero") > 1 or self.accumulation.loss_divisor > 1 or self.zero_optimizer.needs_scaler()
         )
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that clients see. Without one it is at stage 3 what they take the gathering hooks off by."""
+        return self.zero_optimizer if self.zero_optimizer is not None else self.parameter_offload
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +113,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         """Run the module (autocast, input cast and callbacks as configured). Same outputs as the module's."""
         if self.callbacks:
             self.callbacks.fire("on_forward_begin", self)
-        if self._window_mode is None and self.optimizer is not None and self.module.training:
+        if self._window_mode is None and self.zero_optimizer is not None and self.module.training:
             self._adopt_unfrozen()
         if self.precision.cast_inputs:
             inputs, kwargs = cast_floating((inputs, kwargs), self.precision.model)
@@ -116,7 +123,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             with self.precision.forward_context(self.device.type):
                 outputs = self.module(*inputs, **kwargs)
         if self._watch_outputs and torch.is_grad_enabled() and self.module.training:
-            self.optimizer.watch.watch_outputs(outputs)
+            self.zero_optimizer.watch.watch_outputs(outputs)
         if self.callbacks:
             self.callbacks.fire("on_forward_end", self)
         return outputs
@@ -161,7 +168,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     def _on_raw_begin(self) -> None:
         """The user's own ``loss.backward()`` starts."""
-        optimizer = self.optimizer
+        optimizer = self.zero_optimizer
         if optimizer.needs_scaler() and not self._user_scaled:
             raise RuntimeError(
                 f"loss.backward() in fp16 needs the loss scale ({optimizer.loss_scale:g}): call "
@@ -175,7 +182,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def _should_reduce(self) -> bool:
         if self.accumulation.in_no_sync:
             return False
-        if self.optimizer.placement.reduces_every_backward:
+        if self.zero_optimizer.placement.reduces_every_backward:
             return True
         return self.accumulation.managed and self.accumulation.is_boundary()
 
@@ -185,7 +192,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
         Works with every stage; sharded gradients are then held whole until they are reduced (told once).
         """
-        if self.optimizer is not None and self.optimizer.placement.reduces_every_backward and not self._told_no_sync:
+        optimizer = self.zero_optimizer
+        if optimizer is not None and optimizer.placement.reduces_every_backward and not self._told_no_sync:
             self._told_no_sync = True
             log_dist("engine.no_sync(): full gradients are held on every rank until the next reduction", [0])
         with self.accumulation.no_sync():
@@ -196,8 +204,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         """Several backward calls inside, one gradient reduction at the exit."""
         with self.accumulation.no_sync():
             yield
-        if self.optimizer is not None and self._should_reduce():
-            self.optimizer.reduce_now()
+        if self.zero_optimizer is not None and self._should_reduce():
+            self.zero_optimizer.reduce_now()
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +255,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
                 self.lr_scheduler.step(**lr_kwargs)
 
     def _adopt_unfrozen(self) -> None:
-        names = self.optimizer.adopt_unfrozen()
+        names = self.zero_optimizer.adopt_unfrozen()
         if names:
             shown = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
             log_dist(f"{len(names)} unfrozen parameters joined the optimizer with fresh state: {shown}", [0])
@@ -258,19 +266,19 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window, those already reduced included. The micro-step counter does not move."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.zero_grad()
             self._window_mode = None
         for param in self.module.parameters():
             param.grad = None
 
     def _need_optimizer(self, call: str) -> Any:
-        if self.optimizer is None:
+        if self.zero_optimizer is None:
             why = "the engine has been destroyed" if self._destroyed else "no optimizer was given"
             raise RuntimeError(
                 f"engine.{call}: {why}. Pass optimizer= to deepspeed.initialize or configure an `optimizer`"
             )
-        return self.optimizer
+        return self.zero_optimizer
 
     def _need_checkpoints(self, call: str) -> Any:
         if self.checkpoint is None:
@@ -336,8 +344,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     def _absorb_edits(self) -> None:
         """Masters and shards take the weights that the user has written in place."""
-        if self.optimizer is not None:
-            self.optimizer.absorb_edits()
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.absorb_edits()
         if self.sharded_module is not None:
             self.sharded_module.gatherer.absorb_edits()
 
@@ -352,8 +360,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what :meth:`save_checkpoint` wrote; returns ``(path, client_state)``. Collective."""
-        if self.optimizer is not None and self._window_mode is None:
-            self.optimizer.absorb_edits()
+        if self.zero_optimizer is not None and self._window_mode is None:
+            self.zero_optimizer.absorb_edits()
             self._adopt_unfrozen()  # so that state saved for a parameter unfrozen meanwhile finds its place
         return self._need_checkpoints("load_checkpoint").load(
             load_dir,
@@ -390,8 +398,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
                     clean = name.replace(COMPILE_PREFIX, "")
                     renamed[own.get(clean, clean)] = value
                 self.module.load_state_dict(renamed, strict=strict)
-        if self.optimizer is not None:
-            self.optimizer.refresh_fp32_params()
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.refresh_fp32_params()
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -439,6 +447,11 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             num_local_io_workers=num_local_io_workers,
         )
 
+    def empty_partition_cache(self) -> None:
+        """Release every gathered parameter that no graph needs; does nothing below stage 3."""
+        if self.parameter_offload is not None:
+            self.parameter_offload.empty_partition_cache()
+
     def summary(self) -> dict[str, Any]:
         """What this run is, as plain data: batch, stage, dtypes, parallel sizes, bytes per rank. See ``summary.py``."""
         return describe(self)
@@ -458,10 +471,12 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self.checkpoint is not None:
             self.checkpoint.close()
         self.callbacks.fire("on_destroy", self)
-        if self.optimizer is not None:
-            self.optimizer.destroy()
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.destroy()
+        if self.parameter_offload is not None:
+            self.parameter_offload.destroy()
         if self.sharded_module is not None:
             self.sharded_module.destroy()
-        self.sharded_module = None
-        self.optimizer = self.basic_optimizer = self.lr_scheduler = self.checkpoint = None
+        self.sharded_module = self.parameter_offload = None
+        self.zero_optimizer = self.basic_optimizer = self.lr_scheduler = self.checkpoint = None
         self._watch_outputs = False

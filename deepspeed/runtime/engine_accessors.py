@@ -117,11 +117,11 @@ class TrainingAccessors:
     """Optimizer, schedule, precision and scaling settings."""
 
     _config: DeepSpeedConfig
-    optimizer: Any
+    zero_optimizer: Any
     lr_scheduler: Any
     precision: PrecisionPolicy
 
-    def optimizer_name(self) -> str | None: return self._config.optimizer_name or _class_name(self.optimizer)
+    def optimizer_name(self) -> str | None: return self._config.optimizer_name or _class_name(self.zero_optimizer)
     def optimizer_params(self) -> dict[str, Any] | None: return self._config.optimizer_params
     def optimizer_legacy_fusion(self) -> bool: return self._config.optimizer_legacy_fusion
     def scheduler_name(self) -> str | None: return self._config.scheduler_name
@@ -143,16 +143,16 @@ class TrainingAccessors:
     def dynamic_loss_scale(self) -> bool: return self.fp16_enabled() and self._config.float16_config.loss_scale == 0
     def initial_dynamic_scale(self) -> float: return 2.0 ** self._config.float16_config.initial_scale_power
     def dynamic_loss_scale_args(self) -> dict[str, Any]: return self._config.float16_config.dynamic_loss_scale_args()
-    def loss_scale(self) -> float: return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+    def loss_scale(self) -> float: return getattr(self.zero_optimizer, "loss_scale", 1.0)
     def gradient_clipping(self) -> float: return self._config.gradient_clipping
     def gradient_predivide_factor(self) -> float: return self._config.gradient_predivide_factor
     def postscale_gradients(self) -> bool: return not self._config.prescale_gradients
     def managed_gradient_accumulation(self) -> bool: return self._config.managed_gradient_accumulation
     @property
     def communication_data_type(self) -> torch.dtype: return self.precision.comm or self.precision.model
-    def get_global_grad_norm(self) -> float | None: return self.optimizer.norm if self.optimizer is not None else None
+    def get_global_grad_norm(self) -> float | None: return getattr(self.zero_optimizer, "norm", None)
     @property
-    def _groups(self) -> list[dict[str, Any]]: return self.optimizer.param_groups if self.optimizer is not None else []
+    def _groups(self) -> list[dict[str, Any]]: return getattr(self.zero_optimizer, "param_groups", [])
     def get_lr(self) -> list[float]: return [group["lr"] for group in self._groups]
     def get_type(self) -> list[Any]: return [group.get("type") for group in self._groups]
     def get_mom(self) -> list[Any]: return [group.get("betas", group.get("momentum")) for group in self._groups]

@@ -20,7 +20,7 @@ _KINDS = ("parameter", "gradient", "master", "optimizer")
 
 def describe(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Facts of the run. Bytes are per rank: ``expected`` by the stage's formula, ``measured`` the most seen so far."""
-    precision, optimizer = engine.precision, engine.optimizer
+    precision, optimizer = engine.precision, engine.zero_optimizer
     params = list(engine.module.parameters())
     facts: dict[str, Any] = {
         "batch": {

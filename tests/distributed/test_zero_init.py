@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -139,3 +144,265 @@ def test_initialize_inside_the_context() -> None:
         after = nn.Linear(3, 3)
     assert_equal(seen, train(whole(layers), config()))
     assert after.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "fp16"))
+@on_ranks(1, 2)
+def test_parameters_are_made_in_the_dtype_of_the_config(dtype: str) -> None:
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(16, 16)
+            self.drawn = nn.Parameter(torch.Tensor(16).fill_(0.5))
+            self.register_buffer("rates", 1.0 / (10000 ** (torch.arange(0, 8, 2).float() / 8)))
+            self.register_buffer("exact", torch.zeros(2, dtype=torch.float32))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.line(x) * self.drawn
+
+    model = under_init(Mixed, config(**{dtype: {"enabled": True}}))
+    assert {param.dtype for param in model.parameters()} == {wanted}
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
+        "rates": torch.float32, "exact": torch.float32, "steps": torch.long
+    }  # fmt: skip
+    settings = config(**{dtype: {"enabled": True}})
+    seen = train(model, settings)
+    assert all(value.dtype is wanted for value in seen.values())
+
+
+@on_ranks(2)
+def test_initialize_casts_shards_without_gathering() -> None:
+    model = under_init(layers)  # fp32
+    right = {name: value.bfloat16() for name, value in weights(whole(layers)).items()}
+    settings = config(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["2.bias"]})
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    seen = weights(engine.module)
+    assert seen["2.bias"].dtype is torch.float32
+    assert torch.equal(seen.pop("2.bias"), weights(whole(layers))["2.bias"])
+    right.pop("2.bias")
+    assert_equal(seen, right)
+    engine.destroy()
+
+
+# ---- what is held ----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_only_shards_are_held_and_given_up_with_the_model() -> None:
+    model = under_init(lambda: layers(4, 64))
+    params = list(model.parameters())
+    assert {param.ds_status for param in params} == {ZeroParamStatus.NOT_AVAILABLE}
+    held = sum(block.shard.numel() for block in {id(b): b for b in (param._ds_keeper for param in params)}.values())
+    total = sum(param.numel() for param in params)
+    assert total // 2 <= held <= total // 2 + 32 * len(params)
+    blocks = [weakref.ref(param._ds_keeper) for param in params]
+    del model, params, held
+    gc.collect()
+    assert [block for block in blocks if block() is not None] == []
+
+
+@on_ranks(2)
+def test_meta_models_cost_their_shards_and_hold_nan_until_they_are_loaded() -> None:
+    with torch.device("meta"):
+        model = under_init(layers)
+    assert all(not param.is_meta and param.shape for param in model.parameters())
+    assert all(value.isnan().all() for value in weights(model).values())
+    right = weights(whole(layers))
+    model.load_state_dict(right)
+    assert_equal(weights(model), right)
+    assert_equal(train(model, config()), train(whole(layers), config()))
+
+
+# ---- life of a sharded model before an engine ------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_loading_as_client_libraries_do() -> None:
+    """Per module, on rank 0 only, inside a gather; and as a whole, each rank its shard."""
+    source = whole(layers, seed=5).state_dict()
+    model = under_init(layers)
+
+    def load(module: nn.Module, prefix: str = "") -> None:
+        own = list(module.parameters(recurse=False))
+        with deepspeed.zero.GatheredParameters(own, modifier_rank=0):
+            if dist.get_rank() == 0:
+                args = (source, prefix, {}, True, [], [], [])
+                module._load_from_state_dict(*args)
+        for name, child in module.named_children():
+            load(child, prefix + name + ".")
+
+    load(model)
+    assert_equal(weights(model), source)
+    other = under_init(layers)
+    other.load_state_dict(source)
+    assert_equal(weights(other), source)
+
+
+@on_ranks(2)
+def test_use_without_an_engine() -> None:
+    model, twin = under_init(layers), whole(layers)
+    x = torch.ones(2, 16)
+    y = model(x)  # grad mode: every rank is sure to do the same
+    assert torch.equal(y, twin(x))
+    y.sum().backward()
+    with deepspeed.zero.GatheredParameters(model.parameters()), torch.no_grad():
+        assert torch.equal(model(x), twin(x))
+    model = under_init(layers)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="GatheredParameters"):
+        model(x)
+
+
+@on_ranks(2)
+def test_copies_are_copies_of_shards() -> None:
+    model = under_init(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2))
+    right = weights(whole(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)))
+    assert_equal(weights(model), right)
+    twin = copy.deepcopy(model)
+    for param in model.parameters():
+        param.data.zero_()
+    assert_equal(weights(twin), right)
+    assert all(not value.any() for value in weights(model).values())
+
+
+@on_ranks(2)
+def test_ties_and_plain_parts_attached_later() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 4)
+            self.head = nn.Linear(4, 9, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(x))
+
+    def build() -> nn.Module:
+        return nn.Sequential(Tied())
+
+    def finish(model: nn.Module) -> nn.Module:
+        torch.manual_seed(3)
+        model.add_module("late", nn.Linear(9, 2))
+        return model
+
+    ids = torch.tensor([[1, 2], [3, 4]])
+    results = []
+    for model in (finish(under_init(build)), finish(whole(build))):
+        assert model[0].head.weight is model[0].embed.weight
+        engine, *_ = deepspeed.initialize(model=model, config=config())
+        engine.backward(engine(ids).square().mean())
+        engine.step()
+        results.append(weights(engine.module))
+        engine.destroy()
+    assert_equal(*results)
+
+
+# ---- contexts --------------------------------------------------------------------------------------------------------
+
+
+class Unlucky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(3, 3)
+        raise KeyError("in the constructor")
+
+
+@on_ranks(1, 2)
+def test_constructors_come_back_on_every_path() -> None:
+    before = (nn.Linear.__init__, nn.Module.__init__, torch.empty, "__init_subclass__" in nn.Module.__dict__)
+    for _ in range(2):
+        with pytest.raises(KeyError), deepspeed.zero.Init(config_dict_or_path=config()):
+            Unlucky()
+        with pytest.raises(ZeroDivisionError), deepspeed.zero.Init(config_dict_or_path=config()):
+            nn.Linear(3, 3)
+            raise ZeroDivisionError
+        with deepspeed.zero.Init(config_dict_or_path=config()), deepspeed.zero.Init(config_dict_or_path=config()):
+            assert nn.Linear.__init__ is not before[0]
+        now = (nn.Linear.__init__, nn.Module.__init__, torch.empty, "__init_subclass__" in nn.Module.__dict__)
+        assert now == before
+    assert not hasattr(nn.Linear(3, 3).weight, "ds_id")
+
+
+@on_ranks(2)
+def test_classes_defined_inside_and_past_init_subclass() -> None:
+    with deepspeed.zero.Init(config_dict_or_path=config()):
+
+        class Inside(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(6))
+
+        @dataclass(eq=False)
+        class Decorated(nn.Module):
+            width: int
+
+            def __post_init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(self.width))
+
+        models = [Inside(), Decorated(5), Decorated(4)]
+    for model in models:
+        assert model.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        assert weights(model)["weight"].tolist() == [1.0] * model.weight.numel()
+
+
+@on_ranks(2)
+def test_modules_of_other_threads_are_left_alone() -> None:
+    found: list[Any] = []
+    with deepspeed.zero.Init(config_dict_or_path=config(bf16={"enabled": True})):
+        thread = threading.Thread(target=lambda: found.append(nn.Linear(4, 4).weight))
+        thread.start()
+        thread.join()
+        ours = nn.Linear(4, 4).weight
+    assert not hasattr(found[0], "ds_id")
+    assert found[0].dtype is torch.float32
+    assert ours.dtype is torch.bfloat16
+    assert hasattr(ours, "ds_id")
+
+
+@on_ranks(1, create_group=False)
+def test_the_process_group_is_made_when_there_is_none() -> None:
+    with deepspeed.zero.Init(config_dict_or_path=config()):
+        model = layers()
+    assert dist.is_initialized()
+    param = model[0].weight
+    assert (param.ds_status, param.ds_numel, param.ds_shape) == (ZeroParamStatus.AVAILABLE, 256, (16, 16))
+    assert torch.equal(param.ds_tensor, param)
+    assert not param.ds_persist
+    assert param.partition_numel() == 256
+    dist.destroy_process_group()
+
+
+@on_ranks(1)
+def test_what_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="remote_device='nvme'"):
+        deepspeed.zero.Init(remote_device="nvme")
+    with pytest.raises(NotImplementedError, match="zero_quantized_weights"):
+        deepspeed.zero.Init(zero_quantized_weights=True)
+    deepspeed.zero.Init(remote_device="cpu", config_dict_or_path=config())  # the device itself
+    deepspeed.zero.Init(enabled=False, config_dict_or_path={"no": "config"})
+    partial = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+    deepspeed.zero.Init(config_dict_or_path=partial)
+
+
+@on_ranks(2)
+def test_clients_replace_the_constructor_wrapper() -> None:
+    from deepspeed.runtime.zero import partition_parameters as home
+
+    seen = []
+    original = home.zero_wrapper_for_fp_tensor_constructor
+
+    def replacement(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(fn)
+        return original(fn, *args, **kwargs)
+
+    home.zero_wrapper_for_fp_tensor_constructor = replacement
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config()):
+            pass
+    finally:
+        home.zero_wrapper_for_fp_tensor_constructor = original
+    assert home._orig_torch_arange in seen
+    assert torch.arange is home._orig_torch_arange

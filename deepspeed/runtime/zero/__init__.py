@@ -21,6 +21,11 @@ if TYPE_CHECKING:
         register_external_parameter,
         unregister_external_parameter,
     )
+    from deepspeed.runtime.zero.stage3_estimators import (
+        estimate_zero3_model_states_mem_needs,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
 
 _NAMES = {
     "DeepSpeedZeroConfig": "deepspeed.runtime.zero.config",
@@ -34,14 +39,14 @@ _NAMES = {
     "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory_estimators",
     "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory_estimators",
     "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory_estimators",
+    "estimate_zero3_model_states_mem_needs": "deepspeed.runtime.zero.stage3_estimators",
+    "estimate_zero3_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.stage3_estimators",
+    "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.runtime.zero.stage3_estimators",
 }
 _PLANNED = (
     "TiledLinear",
     "TiledLinearReturnBias",
     "MiCS_Init",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
 )
 
 
@@ -52,6 +57,6 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _PLANNED:
         raise AttributeError(
-            f"deepspeed.zero.{name}: ZeRO stage 3 is not built yet; stages 0, 1 and 2 need no change to the model"
+            f"deepspeed.zero.{name} is not built yet"
         )
     raise AttributeError(f"module 'deepspeed.runtime.zero' has no attribute {name!r}")

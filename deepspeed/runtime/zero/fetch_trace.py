@@ -62,6 +62,11 @@ class FetchTrace:
             passed += self.sizes[other]
         return NEVER
 
+    def forget(self) -> None:
+        """Nothing is known of the order any more."""
+        self.recorded, self.forecast, self._reuse = [], [], []
+        self._at, self._start = -1, True
+
     def end_window(self) -> None:
         """An optimizer step: what was recorded is the forecast of the next window."""
         if self.recorded:

@@ -9,6 +9,7 @@ stage  parameters   gradients                   fp32 master copy + two moments
 0      p·P          p·P                         12·P (8·P when the model itself is fp32)
 1      p·P          p·P                         12·P/N (8·P/N)
 2      p·P          p·P/N                       12·P/N (8·P/N)
+3      p·P/N        p·P/N                       12·P/N (8·P/N)
 =====  ===========  ==========================  ===========================================
 
 An fp32 model is its own master copy. A stage-1 step of a single micro-step sends each gradient as soon as it is
@@ -75,7 +76,7 @@ def model_state_bytes(
     Args:
         total_params: trainable elements of the whole model.
         data_parallel_size: ranks over which the states are sharded.
-        stage: ZeRO stage, 0, 1 or 2.
+        stage: ZeRO stage, 0 to 3.
         model_dtype: of the parameters that forward and backward use.
         grad_dtype: in which gradients are accumulated; None for ``model_dtype``.
         master_dtype: of the optimizer's own copy of the parameters; none is kept when it is ``model_dtype``.
@@ -84,14 +85,14 @@ def model_state_bytes(
         gradient_accumulation_steps: micro-steps of a step; None stands for several.
         cpu_offload: keep gradients and optimizer in host memory.
     """
-    if stage not in (0, 1, 2):
-        raise ValueError(f"model_state_bytes: `stage` must be 0, 1 or 2, found {stage!r}")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"model_state_bytes: `stage` must be 0, 1, 2 or 3, found {stage!r}")
     owned = math.ceil(total_params / data_parallel_size) if stage > 0 else total_params
-    sent_at_once = stage == 2 or (stage == 1 and gradient_accumulation_steps == 1)
+    sent_at_once = stage >= 2 or (stage == 1 and gradient_accumulation_steps == 1)
     grads_held = owned if sent_at_once or cpu_offload else total_params
     master = 0 if master_dtype == model_dtype else master_dtype.itemsize
     return ModelStateBytes(
-        parameters=total_params * model_dtype.itemsize,
+        parameters=(owned if stage == 3 else total_params) * model_dtype.itemsize,
         gradients=grads_held * (grad_dtype or model_dtype).itemsize,
         optimizer=owned * (master + states_per_param * state_dtype.itemsize),
         optimizer_on_host=cpu_offload,
