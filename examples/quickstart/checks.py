@@ -8,7 +8,6 @@ Invariant: every rank calls these functions together; they contain collectives.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import socket
@@ -21,13 +20,13 @@ from typing import Any
 
 import torch
 from data import Corpus
+from options import STAGES, at_stage
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 # The loss after a load shows the weights; the one after that also the optimizer's moments, the schedule and the scale.
 REPLAYED_STEPS = 2
-STAGES = (0, 1, 2)
 STATE_KINDS = ("parameter", "gradient", "master", "optimizer")
 
 
@@ -48,12 +47,14 @@ class ResumeCheck:
 class StageMemory:
     """Bytes of parameters, gradients, master copies and optimizer states on one rank.
 
+    `gathered` comes on top: whole parameters that stage 3 holds beside its shards, at the end of a backward or a step.
     `trained` tells the stage of the training run; the others were measured on a fresh model during one step.
     """
 
     stage: int
     expected: int
     measured: int
+    gathered: int
     trained: bool
 
 
@@ -129,9 +130,7 @@ def memory_by_stage(
         if stage == trained:
             found.append(_memory(engine, stage, trained=True))
             continue
-        changed = copy.deepcopy(config)
-        changed.setdefault("zero_optimization", {})["stage"] = stage
-        other = build_engine(changed)
+        other = build_engine(at_stage(config, stage))
         for micro in range(other.gradient_accumulation_steps()):
             tokens, targets = corpus.batch(micro, 1, min(16, options.context))  # a short step makes every state exist
             other.backward(other(tokens.to(other.device), targets.to(other.device)))
@@ -144,4 +143,4 @@ def memory_by_stage(
 def _memory(engine: Any, stage: int, *, trained: bool) -> StageMemory:
     nbytes = engine.summary()["model_state_bytes"]
     expected, measured = (sum(nbytes[which][kind] for kind in STATE_KINDS) for which in ("expected", "measured"))
-    return StageMemory(stage, expected, measured, trained)
+    return StageMemory(stage, expected, measured, nbytes["measured"].get("gathered", 0), trained)

@@ -7,6 +7,7 @@ Invariant: the JSON file is read, never written; a flag that was not given leave
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from model import ModelConfig
 
 import deepspeed
 
+STAGES = (0, 1, 2, 3)
 SIXTEEN_BIT = {"bf16": "bf16", "fp16": "fp16"}  # --dtype -> section of the config
 
 
@@ -26,7 +28,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Train a byte-level Llama-style model on real text.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2), help="ZeRO stage (the config file's when not given)")
+    parser.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage (the config file's when not given)")
     parser.add_argument(
         "--dtype",
         choices=("auto", "fp32", "bf16", "fp16"),
@@ -84,6 +86,17 @@ def deepspeed_config(options: argparse.Namespace, *, prefer_bf16: bool) -> tuple
         # A short run warms up for at most a tenth of it.
         schedule["warmup_num_steps"] = min(schedule.get("warmup_num_steps", 0), max(steps // 10, 2))
     return config, steps
+
+
+def at_stage(config: dict[str, Any], stage: int | None = None) -> dict[str, Any]:
+    """A copy of `config` for ZeRO stage `stage` (its own when None); other stages go without stage3_* keys."""
+    changed = copy.deepcopy(config)
+    zero = changed.setdefault("zero_optimization", {})
+    if stage is not None:
+        zero["stage"] = stage
+    if zero.get("stage", 0) != 3:
+        changed["zero_optimization"] = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
+    return changed
 
 
 def dtype_name(dtype: torch.dtype) -> str:

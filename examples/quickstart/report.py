@@ -61,6 +61,9 @@ def show_start(engine: Any, corpus: Corpus, options: argparse.Namespace, steps: 
         parts = ", ".join(f"{kind} {mebibytes(nbytes[which][kind])}" for kind in STATE_KINDS)
         total = mebibytes(sum(nbytes[which][kind] for kind in STATE_KINDS))
         table.add_row(f"bytes per rank, {which}", f"{total} = {parts}")
+    gathered = nbytes["measured"].get("gathered", 0)
+    if gathered:
+        table.add_row("gathered on top", f"{mebibytes(gathered)} of whole weights, at the end of backward and step")
     Console(highlight=False).print(table)
 
 
@@ -91,12 +94,13 @@ def show_end(
 def memory_table(memory: Sequence[StageMemory]) -> Table:
     title = "model states per rank: parameters, gradients, master copies, optimizer states"
     table = Table(title=title, title_justify="left")
-    for heading in ("ZeRO stage", "formula", "measured", "ratio", "of"):
+    for heading in ("ZeRO stage", "formula", "measured", "ratio", "gathered on top", "of"):
         table.add_column(heading, justify="left" if heading == "of" else "right")
     for row in memory:
         ratio = f"{row.measured / row.expected:.4f}" if row.expected else "-"
         source = "this training run" if row.trained else "a fresh model"
-        table.add_row(str(row.stage), mebibytes(row.expected), mebibytes(row.measured), ratio, source)
+        gathered = mebibytes(row.gathered) if row.gathered else "-"
+        table.add_row(str(row.stage), mebibytes(row.expected), mebibytes(row.measured), ratio, gathered, source)
     return table
 
 
@@ -140,7 +144,12 @@ def draw(losses: Sequence[float], held_out: float, memory: Sequence[StageMemory]
     measured = [row.measured / 2**20 for row in memory]
     bars.bar([place - 0.2 for place in places], formula, width=0.38, color="#b9cde5", label="formula")
     drawn = bars.bar([place + 0.2 for place in places], measured, width=0.38, color="#1f4e8c", label="measured")
-    bars.bar_label(drawn, fmt="%.0f", fontsize=8)
+    bars.bar_label(drawn, fmt="%.0f", fontsize=8, label_type="center", color="white")
+    if any(row.gathered for row in memory):
+        gathered = [row.gathered / 2**20 for row in memory]
+        style = {"width": 0.38, "color": "white", "edgecolor": "#1f4e8c", "hatch": "///", "linewidth": 0.8}
+        right = [place + 0.2 for place in places]
+        bars.bar(right, gathered, bottom=measured, label="gathered weights, on top", **style)
     bars.set(title="Model states per rank", xlabel="ZeRO stage", ylabel="MiB")
     bars.set_xticks(list(places), [str(row.stage) for row in memory])
     bars.legend(frameon=False)

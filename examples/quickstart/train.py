@@ -20,7 +20,7 @@ import report
 import torch
 from data import Corpus, load_corpus
 from model import ByteLlama
-from options import deepspeed_config, model_config, parse_arguments
+from options import at_stage, deepspeed_config, model_config, parse_arguments
 from progress import Interrupt, ProgressLine
 
 import deepspeed
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace, interrupt: Interrupt) -> None:
     on_device = accelerator.device_name() != "cpu"
     config, steps = deepspeed_config(options, prefer_bf16=on_device and accelerator.is_bf16_supported())
     corpus = load_corpus(options.data, options.out, min_bytes=64 * options.context)
-    engine = build_engine(options, config)
+    engine = build_engine(options, at_stage(config))
     if options.replay:
         checks.replay(engine, options, lambda step: train_step(engine, corpus, options, step))
         return

@@ -44,6 +44,16 @@ def test_auto_takes_bf16_only_where_the_device_is_good_at_it(tmp_path: Path) -> 
     }
 
 
+def test_other_stages_go_without_the_settings_of_stage_3() -> None:
+    from options import at_stage
+
+    config = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 5, "overlap_comm": True}}
+    assert at_stage(config) == config
+    assert at_stage(config, 2) == {"zero_optimization": {"stage": 2, "overlap_comm": True}}
+    assert at_stage({}, 1) == {"zero_optimization": {"stage": 1}}
+    assert config["zero_optimization"]["stage"] == 3
+
+
 @pytest.mark.parametrize("flags", (["--stage", "7"], ["--dtype", "int8"], ["--steps", "0"]))
 def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

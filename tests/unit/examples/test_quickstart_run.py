@@ -47,16 +47,19 @@ def end(process: subprocess.Popen[str]) -> str:
             process.communicate()
 
 
-def test_it_trains_resumes_exactly_and_reports(quickstart: Path, text: Path) -> None:
-    process = start(quickstart, text, "--steps", "8", "--stage", "1", "--dtype", "bf16")
+@pytest.mark.parametrize("flags", ([], ["--stage", "1", "--dtype", "bf16"]), ids=("as it comes", "stage 1, bf16"))
+def test_it_trains_resumes_exactly_and_reports(quickstart: Path, text: Path, flags: list[str]) -> None:
+    process = start(quickstart, text, "--steps", "8", *flags)
     output = end(process)
     assert process.returncode == 0, output
     first, last = re.search(r"loss +(\d+\.\d+) -> (\d+\.\d+)", output).groups()
     assert float(last) < float(first)
-    for shown in ("bfloat16", "ZeRO stage", "8/8", "grad norm", "tokens/s", "ETA", "identical to the last bit"):
+    assert ("bfloat16" if flags else "float32") in output
+    for shown in ("ZeRO stage", "8/8", "grad norm", "tokens/s", "ETA", "identical to the last bit"):
         assert shown in output
-    memory = re.findall(r"│ +([012]) │ +([\d.]+) MiB │ +([\d.]+) MiB │ +([\d.]+) │", output)
-    assert [stage for stage, *_ in memory] == ["0", "1", "2"]
+    memory = re.findall(r"│ +([0-3]) │ +[\d.]+ MiB │ +[\d.]+ MiB │ +([\d.]+) │ +([-\d.]+)", output)
+    assert [stage for stage, *_ in memory] == ["0", "1", "2", "3"]
+    assert [gathered == "-" for *_, gathered in memory] == [True, True, True, False]
     out = text.parent / "demo_out"
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "checkpoint" / "latest").read_text() == "step8"

@@ -13,7 +13,8 @@ import pytest
 def memory() -> list[Any]:
     from checks import StageMemory
 
-    return [StageMemory(stage, 160 - 50 * stage, 161 - 50 * stage, stage == 2) for stage in range(3)]
+    gathered = (0, 0, 0, 20)
+    return [StageMemory(i, 160 - 50 * i, 161 - 50 * i, gathered[i], trained=i == 3) for i in range(4)]
 
 
 def printed(thing: Any) -> str:
@@ -45,8 +46,17 @@ def test_memory_table_shows_formula_beside_measurement() -> None:
     from checks import StageMemory
     from report import memory_table
 
-    text = printed(memory_table([StageMemory(2, 2**20, 2**20 + 2**19, True)]))
+    text = printed(memory_table([StageMemory(2, 2**20, 2**20 + 2**19, 0, True)]))
     for shown in ("1.0 MiB", "1.5 MiB", "1.5000", "this training run"):
+        assert shown in text
+
+
+def test_gathered_weights_are_shown_beside_the_formula_not_in_it() -> None:
+    from checks import StageMemory
+    from report import memory_table
+
+    text = printed(memory_table([StageMemory(3, 2**20, 2**20, 3 * 2**20, False)]))
+    for shown in ("1.0000", "3.0 MiB", "a fresh model"):
         assert shown in text
 
 
