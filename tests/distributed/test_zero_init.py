@@ -315,9 +315,8 @@ def test_constructors_come_back_on_every_path() -> None:
     for _ in range(2):
         with pytest.raises(KeyError), deepspeed.zero.Init(config_dict_or_path=config()):
             Unlucky()
-        with pytest.raises(ZeroDivisionError), deepspeed.zero.Init(config_dict_or_path=config()):
-            nn.Linear(3, 3)
-            raise ZeroDivisionError
+        with pytest.raises(TypeError), deepspeed.zero.Init(config_dict_or_path=config()):
+            nn.Sequential(nn.Linear(3, 3), "no module")
         with deepspeed.zero.Init(config_dict_or_path=config()), deepspeed.zero.Init(config_dict_or_path=config()):
             assert nn.Linear.__init__ is not before[0]
         now = (nn.Linear.__init__, nn.Module.__init__, torch.empty, "__init_subclass__" in nn.Module.__dict__)
@@ -406,3 +405,20 @@ def test_clients_replace_the_constructor_wrapper() -> None:
         home.zero_wrapper_for_fp_tensor_constructor = original
     assert home._orig_torch_arange in seen
     assert torch.arange is home._orig_torch_arange
+
+
+def build_on_one_rank() -> str:
+    try:
+        if dist.get_rank() == 0:
+            under_init(layers)
+        else:
+            deepspeed.comm.barrier()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing noticed"
+
+
+def test_building_on_one_rank_alone_is_an_error_that_says_so(pool: Any) -> None:
+    texts = pool.run(2, build_on_one_rank, timeout=60)
+    assert all("barrier" in text and "scatter" in text for text in texts), texts
+    assert any("zero.Init" in text for text in texts)
