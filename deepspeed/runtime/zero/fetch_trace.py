@@ -47,7 +47,8 @@ class FetchTrace:
     def upcoming(self) -> Iterator[int]:
         """Blocks that will be used after the current one, soonest first; empty when unknown."""
         if self._at >= 0:
-            yield from self.forecast[self._at + 1 :]
+            for place in range(self._at + 1, len(self.forecast)):
+                yield self.forecast[place]
 
     def distance(self, block: int) -> int:
         """Elements used from now until ``block`` is used again; 0 when unknown, NEVER when not in this window."""

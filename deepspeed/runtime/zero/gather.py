@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.shard_group import ShardGroup
 
 
+_MAX_IN_FLIGHT = 8  # blocks: enough to keep a wire busy, few enough to be looked at in every fetch
+
+
 @dataclass(frozen=True)
 class GatherOptions:
     """Sizes in elements. ``max_live``: gathered at once; ``max_reuse``: distance to the next use above which a block
@@ -59,6 +62,7 @@ class ParamGatherer:
         self._live: OrderedDict[int, ParamBlock] = OrderedDict()  # gathered or in flight, least recently used first
         self._live_numel = 0
         self._current: ParamBlock | None = None
+        self._in_flight: list[ParamBlock] = []  # prefetched, as far as not waited for yet
         self._refreshing: list[Any] = []
         self._held_in_backward: list[ParamBlock] = []
 
@@ -87,6 +91,12 @@ class ParamGatherer:
         with contextlib.ExitStack() as pins:
             for block in blocks:
                 pins.enter_context(block.pinned())
+            for block in blocks:
+                if block.full is None:
+                    self._make_room(block)
+                    self._launch(block)
+                    self.fetches += 1
+            for block in blocks:
                 self.fetch(block)
 
     def fetch_buffer(self, block: ParamBlock) -> torch.Tensor:
@@ -207,8 +217,11 @@ class ParamGatherer:
         room = self.options.prefetch
         if not room:
             return
-        room -= sum(block.numel for block in self._live.values() if block.pending is not None)
+        self._in_flight = [block for block in self._in_flight if block.pending is not None]
+        room -= sum(block.numel for block in self._in_flight)
         for index in self.trace.upcoming():
+            if len(self._in_flight) >= _MAX_IN_FLIGHT:
+                return
             block = self.blocks[index]
             if not block.places:
                 continue  # its parameters have moved to another block since
@@ -220,6 +233,7 @@ class ParamGatherer:
                 return
             room -= block.numel
             self._launch(block)
+            self._in_flight.append(block)
             self.prefetches += 1
 
     def _release(self, block: ParamBlock, *, drop_edits: bool = False) -> None:

@@ -69,12 +69,11 @@ class Gathered:
         """Nothing to wait for."""
 
 
-def attach(param: Any, *, world: int, group: Any = None, persistent: bool = False) -> None:
+def attach(param: Any, *, world: int, persistent: bool = False) -> None:
     """Put the historical attributes on ``param``, all but those that follow the state of a block."""
     param.ds_id = next(_param_ids) if not hasattr(param, "ds_id") else param.ds_id
     param.ds_shape, param.ds_numel = param.shape, param.numel()
     param.ds_persist = persistent
-    param.ds_process_group = group
     param.ds_param_type = ZeroParamType.PARTITIONED if world > 1 else ZeroParamType.NORMAL
     param.ds_active_sub_modules = set()
     param._ds_world = world
@@ -185,6 +184,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "ds_summary": _summary,
 }
 _NAMES = (
-    "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_process_group", "ds_param_type", "ds_active_sub_modules",
+    "ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_param_type", "ds_active_sub_modules",
     "_ds_world", "ds_status", "ds_tensor", "_ds_block", "_ds_position", "_ds_keeper",
 )  # fmt: skip

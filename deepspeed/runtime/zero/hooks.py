@@ -125,11 +125,7 @@ class BackwardWatch:
     def watch_outputs(self, outputs: object) -> None:
         """Notice a plain ``loss.backward()`` through these outputs as soon as it starts."""
         for tensor in _tensors_with_graph(outputs):
-            tensor.register_hook(self._output_hook)
-
-    def _output_hook(self, grad: torch.Tensor) -> None:
-        if self.phase is Phase.IDLE:
-            self._begin_raw()
+            tensor.register_hook(_OutputHook(self))
 
     def new_window(self) -> None:
         self.backwards = 0
@@ -140,6 +136,20 @@ class BackwardWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class _OutputHook:
+    """Opens a raw backward. Weak, as graphs may live on in C++ for a while, where no cycle is seen."""
+
+    __slots__ = ("watch",)
+
+    def __init__(self, watch: BackwardWatch) -> None:
+        self.watch = weakref.ref(watch)
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        watch = self.watch()
+        if watch is not None and watch.phase is Phase.IDLE:
+            watch._begin_raw()
 
 
 def _tensors_with_graph(value: object) -> Iterator[torch.Tensor]:

@@ -99,7 +99,7 @@ class ParamBlock:
 
     def _describe(self, position: int, place: Place) -> None:
         param: Any = place.param
-        attach(param, world=self.world, group=self.process_group, persistent=self.persistent)
+        attach(param, world=self.world, persistent=self.persistent)
         param.ds_shape, param.ds_numel = place.shape, place.numel
         param._ds_block = BlockReference(self)
         param._ds_position = position
@@ -137,7 +137,7 @@ class ParamBlock:
         near = self.secondary
         if near is not None and near.holds(self.generation) and not (exact and near.rounded):
             self.rounded = near.rounded
-            self.pending = near.gather(full, what=self.describe, key=self.index + 1)
+            self.pending = near.gather(full, what=self.explain, key=self.index + 1)
         else:
             self.pending = self._gather(exact=exact, async_op=True)
 
@@ -145,7 +145,7 @@ class ParamBlock:
         assert self.full is not None
         self.rounded = not exact and self.route.rounds(self.shard.dtype)
         return self.route.gather(
-            self.full, self.shard, exact=exact, what=self.describe, async_op=async_op, key=self.index + 1
+            self.full, self.shard, exact=exact, what=self.explain, async_op=async_op, key=self.index + 1
         )
 
     @torch.no_grad()
@@ -267,6 +267,12 @@ class ParamBlock:
         """Copy a parameter whose data may lie elsewhere into the full buffer, and bind it there again."""
         place = self.places[position]
         param, view = place.param, self.view(place)
+        if param.dtype is not self.shard.dtype:
+            raise ValueError(
+                f"parameter {place.name!r}: its dtype was changed to {param.dtype} while it is sharded as "
+                f"{self.shard.dtype}. Choose the dtype in the config (bf16, fp16), or convert before "
+                "deepspeed.initialize"
+            )
         if tuple(param.shape) != tuple(place.shape):
             raise ValueError(
                 f"parameter {place.name!r}: its data was replaced by a tensor of shape {tuple(param.shape)}; it is "
@@ -349,7 +355,8 @@ class ParamBlock:
         live_buffers.pop(self._address, None)
         self.full = self.secondary = None
         self.places, self._classes, self._guards, self._versions = [], [], [], []
-        self.owner = self.process_group = self.on_write = None
+        self.owner = self.process_group = self.on_write = None  # an old graph may still hold the block
+        self.route = GatherRoute(None)
 
     @torch.no_grad()
     def remove(self, params: Sequence[nn.Parameter]) -> None:
@@ -380,6 +387,15 @@ class ParamBlock:
     def name_of(self, param: nn.Parameter) -> str:
         """The name of one of its parameters."""
         return next((place.name for place in self.places if place.param is param), "?")
+
+    def explain(self) -> str:
+        """:meth:`describe` with the remedies, for the error of a gather that not every rank has joined."""
+        return (
+            f"{self.describe()}\nZeRO stage 3 gathers on every rank or on none. Where ranks run different parts of a "
+            "block (experts), mark it before initialize: deepspeed.utils.set_z3_leaf_modules(model, [ItsClass]). Where "
+            "they run different numbers of forwards, make these equal, or gather once around all of them: "
+            "`with deepspeed.zero.GatheredParameters(model.parameters()):`"
+        )
 
     def describe(self) -> str:
         names = [place.name for place in self.places]

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.gathered_parameters import (
 from deepspeed.runtime.zero.historical_params import ZeroParamStatus, ZeroParamType
 from deepspeed.runtime.zero.init_patch import all_subclasses
 from deepspeed.runtime.zero.init_shard import InitGatherer, Ranks, shard_module_parameters
+from deepspeed.runtime.zero.sharded_parameter import block_of
 from deepspeed.utils.logging import log_dist
 
 __all__ = [
@@ -275,7 +276,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     def get_partition_dp_group(self, param: nn.Parameter) -> Any:
         """The process group over which ``param`` is sharded."""
-        return getattr(param, "ds_process_group", None) or self._group
+        block = block_of(param)
+        return block.process_group if block is not None else self._group
 
 
 def _refuse_missing(asked: dict[str, Any]) -> None:

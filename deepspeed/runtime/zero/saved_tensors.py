@@ -12,6 +12,7 @@ it; they then hold values or recompute, which is right too.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from deepspeed.runtime.zero.param_block import ParamBlock, live_buffers
 
 
 class _Note:
-    """A saved view of a block's full buffer."""
+    """A saved view of a block's full buffer.
+
+    It does not keep the block: after an error in backward, autograd keeps parts of the graph until its next run.
+    """
 
     __slots__ = ("block", "generation", "offset", "shape", "stride")
 
     def __init__(self, block: ParamBlock, tensor: torch.Tensor) -> None:
-        self.block = block
+        self.block = weakref.ref(block)
         self.generation = block.generation
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -45,7 +49,9 @@ def _pack(tensor: torch.Tensor) -> Any:
 def _unpack(saved: Any) -> torch.Tensor:
     if type(saved) is not _Note:
         return saved
-    block = saved.block
+    block = saved.block()
+    if block is None or block.owner is None:
+        raise RuntimeError("backward needs sharded parameters of an engine that is destroyed: run backward before that")
     if block.generation != saved.generation:
         names = ", ".join(place.name for place in block.places[:3])
         raise RuntimeError(
