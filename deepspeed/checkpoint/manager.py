@@ -288,7 +288,7 @@ class CheckpointManager:
             return None
         engine = self.engine
         self._refuse_pinned()
-        shard_rank, shards = engine.mesh.rank("zero"), engine.mesh.size("zero")
+        shard_rank, shards, _ = writer.shard_place(engine)
         saved = reader.SavedTag(folder, tag, writer.model_parallel_rank(engine), shard_rank, shards)
         optimizer = engine.zero_optimizer if not module_only else None
         wants_masters = optimizer_states or engine.zero_load_from_fp32_weights()

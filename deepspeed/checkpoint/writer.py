@@ -41,6 +41,18 @@ def model_parallel_size(engine: DeepSpeedEngine) -> int:
     return int(engine.mesh.size("pp") * engine.mesh.size("tp"))
 
 
+def shard_place(engine: DeepSpeedEngine) -> tuple[int, int, bool]:
+    """``(rank, ranks, writes)``: this rank's place among those that share the shards, and whether it saves its own.
+
+    Where shards have replicas (``mics_shard_size``), the ranks of the first replica do.
+    """
+    rank, ranks = int(engine.mesh.rank("zero")), int(engine.mesh.size("zero"))
+    if engine.zero_optimization_stage() < 3:
+        return rank, ranks, True
+    world = engine.sharded_module.world if engine.sharded_module is not None else 1
+    return rank % world, world, rank < world
+
+
 def parallel_dimensions(engine: DeepSpeedEngine) -> dict[str, int]:
     """The historical record of how the model is cut."""
     mesh = engine.mesh
@@ -58,15 +70,16 @@ def contents(
     if optimizer is not None or stage >= 3:
         record = zero_state.layout_record(optimizer, axes(engine), stage, [run.record() for run in rest])
     mp_rank = model_parallel_rank(engine)
+    shard_rank, _, writes_shard = shard_place(engine)
     files: dict[str, dict[str, Any]] = {}
-    if stage >= 3:
-        file = names.sharded_model_file(engine.mesh.rank("zero"), mp_rank)
+    if stage >= 3 and writes_shard:
+        file = names.sharded_model_file(shard_rank, mp_rank)
         files[file] = model_states(engine, record, stage, client_state, exclude_frozen)
         files[file].update(rest_states(rest, exclude_frozen))
-    elif writes_model:
+    elif stage < 3 and writes_model:
         files[names.model_file(mp_rank)] = model_states(engine, record, stage, client_state, exclude_frozen)
-    if optimizer is not None and stage >= 1:
-        file = names.optim_file(engine.mesh.rank("zero"), mp_rank, bf16=bool(engine.bfloat16_enabled()))
+    if optimizer is not None and stage >= 1 and writes_shard:
+        file = names.optim_file(shard_rank, mp_rank, bf16=bool(engine.bfloat16_enabled()))
         files[file] = optim_states(engine, optimizer, record, stage)
     files[names.rng_file(rank)] = random_state.capture()
     return files
@@ -109,7 +122,7 @@ def model_states(
         keys.SKIPPED_STEPS: int(engine.skipped_steps),
         keys.GLOBAL_STEPS: int(engine.global_steps),
         keys.GLOBAL_SAMPLES: int(engine.global_samples),
-        keys.DP_WORLD_SIZE: int(engine.mesh.size("zero")),
+        keys.DP_WORLD_SIZE: shard_place(engine)[1],
         keys.MP_WORLD_SIZE: model_parallel_size(engine),
         keys.CHECKPOINT_PARALLEL_DIMS: parallel_dimensions(engine),
         keys.DS_CONFIG: plain_copy(engine.config),
@@ -228,7 +241,7 @@ def optim_states(
     shard = zero_state.shard_state(optimizer, stage, join_in_file)
     shard[keys.DS_VERSION] = version
     shard[keys.LAYOUT_RECORD] = record
-    shard[keys.SHARD_RANK] = int(engine.mesh.rank("zero"))
+    shard[keys.SHARD_RANK] = shard_place(engine)[0]
     return {
         keys.OPTIMIZER_STATE_DICT: shard,
         keys.DS_CONFIG: plain_copy(engine.config),

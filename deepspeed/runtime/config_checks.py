@@ -6,7 +6,7 @@ harmless but change nothing are found in `config_effects.py`. Invariant: each li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.config_problems import Problem, near_miss, nearest, show
@@ -123,6 +123,7 @@ def _zero(s: ConfigSections) -> Iterator[Problem]:
             found=f"true with {here}reduce_scatter false",
             expected=f"{here}reduce_scatter true",
         )
+    yield from _error_feedback(zero.zeropp_loco_param, here + "zeropp_loco_param")
     if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme" and zero.stage in (1, 2):
         yield _clash(
             here + "offload_optimizer.device",
@@ -139,6 +140,21 @@ def _zero(s: ConfigSections) -> Iterator[Problem]:
                 f'add "nvme_path": "/local_nvme" to {here}{block}',
                 keys=(f"{here}{block}.nvme_path",),
             )
+
+
+def _error_feedback(block: dict[str, Any] | None, here: str) -> Iterator[Problem]:
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "err_beta": ("a number from 0 to below 1", lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
+        "reset_T": ("an integer of at least 1", lambda value: isinstance(value, int) and value >= 1),
+    }
+    for key, value in (block or {}).items():
+        if key not in rules:
+            known = " and ".join(rules)
+            yield Problem(f"{here}.{key}", f"unknown key; the block has {known}", f"remove {key}", keys=(here,))
+            continue
+        wanted, fits = rules[key]
+        if isinstance(value, bool) or not fits(value):
+            yield Problem(f"{here}.{key}", f"found {value!r}; expected {wanted}", f"give it {wanted}", keys=(here,))
 
 
 def _zenflow(s: ConfigSections) -> Iterator[Problem]:

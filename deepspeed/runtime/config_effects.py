@@ -78,6 +78,16 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
     for name, why in _ONE_WAY.items():
         if zero.stage and not getattr(zero, name):
             yield f"zero_optimization.{name} has no effect: {why}"
+    if zero.stage == 3 and zero.zeropp_loco_param and not zero.zero_quantized_gradients:
+        yield (
+            "zero_optimization.zeropp_loco_param has no effect: it needs "
+            "zero_optimization.zero_quantized_gradients true"
+        )
+    if zero.stage == 3 and zero.mics_hierarchical_params_gather and zero.mics_shard_size <= 0:
+        yield (
+            "zero_optimization.mics_hierarchical_params_gather has no effect: it needs "
+            "zero_optimization.mics_shard_size"
+        )
     if s.gradient_predivide_factor != 1.0 and not s.prescale_gradients:
         yield "gradient_predivide_factor has no effect: it needs prescale_gradients true"
     if s.disable_allgather:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ import deepspeed
 from deepspeed.comm.levels import Levels
 from deepspeed.runtime.zero.sharded_parameter import block_of
 from deepspeed.utils import safe_get_full_grad
+from tests.distributed.checkpoint import runs
+from tests.distributed.checkpoint.test_layouts import load_run, same_full, save_run
+from tests.distributed.checkpoint.test_resume import unbroken_and_resumed
 from tests.harness.models import SPECS
 from tests.harness.parity import OPTIMIZERS, Case, assert_same_training
 
@@ -181,3 +185,32 @@ def refused(zero: dict[str, Any]) -> str:
 def test_sizes_that_do_not_divide_are_refused(pool: Any, zero: dict[str, Any], text: str) -> None:
     for found in pool.run(4, refused, zero):
         assert text in found
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", (1, 2))
+def test_resume_is_exact(pool: Any, tmp_path: Path, shard: int) -> None:
+    settings = runs.config(3, "bf16", zero={"mics_shard_size": shard, **FORCED})
+    pool.run(4, unbroken_and_resumed, str(tmp_path), settings, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    (
+        ((4, 3, {"mics_shard_size": 2}), (2, 3, {})),
+        ((4, 3, {"mics_shard_size": 2, **FORCED}), (3, 1, {})),
+        ((2, 3, {"mics_shard_size": 1}), (2, 2, {})),
+        ((3, 3, {}), (4, 3, {"mics_shard_size": 2, **FORCED})),
+        ((2, 2, {}), (2, 3, {"zero_quantized_weights": True, **FORCED})),
+    ),
+)
+def test_every_bit_survives_another_layout(
+    pool: Any, tmp_path: Path, old: tuple[int, int, dict[str, Any]], new: tuple[int, int, dict[str, Any]]
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    saved = pool.run(old[0], save_run, first, runs.config(old[1], zero=old[2]))[0]
+    for found in pool.run(new[0], load_run, first, runs.config(new[1], zero=new[2]), second):
+        same_full(saved, found)
+    same_full(saved, pool.run(old[0], load_run, second, runs.config(old[1], zero=old[2]))[0])

@@ -549,6 +549,8 @@ class ZeroOptimizer(ZeROOptimizer):
             totals["optimizer"] += int(width * numel * group.master_dtype.itemsize) // share
         share = self.shards.world if self.placement.parameter_sharded else 1
         totals["parameter"] += sum(param.numel() * param.element_size() for _, param in self.frozen) // share
+        if self.sharding is not None and self.sharding.secondary_ranks:
+            totals["secondary"] = totals["parameter"] * share // self.sharding.secondary_ranks
         return totals
 
     def _state_width(self) -> float:

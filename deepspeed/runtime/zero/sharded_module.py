@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.group_facts import facts_of
 from deepspeed.runtime.zero.block_cut import CutOptions, cut, number_atoms, persistent_params
 from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
 from deepspeed.runtime.zero.layout import ShardLayout
@@ -72,6 +73,11 @@ class ShardedModule:
     def cut(self, params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """``params`` (of one dtype and optimizer group) as the blocks they are gathered in, in their order."""
         return cut(params, self.atoms, self.persistent, self.cut_options)
+
+    @property
+    def secondary_ranks(self) -> int:
+        """Ranks that a second copy of released blocks is spread over; 0 where none is kept."""
+        return facts_of(self.route.secondary).size if self.route.secondary is not None else 0
 
     def align(self, itemsize: int) -> int:
         """Elements of ``itemsize`` bytes whose multiples parameters and pieces start at."""
@@ -166,8 +172,8 @@ class ShardedModule:
             if sharded is not None and sharded._scopes:
                 sharded._scopes.pop().close()
 
-        self._handles.append(self.module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(self.module.register_forward_hook(leave, always_call=True))
+        self._handles.append(self.module.register_forward_pre_hook(_untraced(enter), prepend=True))
+        self._handles.append(self.module.register_forward_hook(_untraced(leave), always_call=True))
         inside: set[nn.Module] = set()
         for part in self.module.modules():
             if part in inside:
@@ -196,7 +202,7 @@ class ShardedModule:
             for tensor in _tensors_with_graph(output):
                 tensor.register_hook(lambda grad: fetch(module, ()))
 
-        self._handles.append(leaf.register_forward_hook(follow))
+        self._handles.append(leaf.register_forward_hook(_untraced(follow)))
 
     def _fetch_hook(self, params: Sequence[nn.Parameter]) -> Callable[[nn.Module, Any], None]:
         blocks = list({id(block): weakref.ref(block) for param in params if (block := block_of(param))}.values())
@@ -211,7 +217,7 @@ class ShardedModule:
                 wanted += [block for param in external_parameters(module) if (block := block_of(param)) is not None]
             into.fetch_many(wanted)
 
-        return fetch
+        return _untraced(fetch)
 
     def remove_hooks(self) -> None:
         for handle in self._handles:
@@ -234,6 +240,14 @@ class ShardedModule:
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters of other modules that ``module`` was registered to use."""
     return list(module.__dict__.get("_ds_external", {}).values())
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook`` as a function that torch.compile calls and does not trace: it changes what parameters are.
+
+    This loads the compiler, which every torch optimizer does when it is made.
+    """
+    return torch.compiler.disable(hook)
 
 
 def _tensors_with_graph(value: object) -> Iterator[torch.Tensor]:

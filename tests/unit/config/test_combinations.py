@@ -203,6 +203,16 @@ def test_combinations_that_work(config: dict) -> None:
             "zero_optimization.round_robin_gradients has no effect: it needs"
             " zero_optimization.stage 1 to 2, the stage in force is 0",
         ),
+        (
+            zero(stage=3, zeropp_loco_param={"err_beta": 0.8}),
+            "zero_optimization.zeropp_loco_param has no effect: it needs "
+            "zero_optimization.zero_quantized_gradients true",
+        ),
+        (
+            zero(stage=3, mics_hierarchical_params_gather=True),
+            "zero_optimization.mics_hierarchical_params_gather has no effect: it needs "
+            "zero_optimization.mics_shard_size",
+        ),
         ({"gradient_predivide_factor": 2}, "gradient_predivide_factor has no effect: it needs prescale_gradients true"),
         (
             {"bf16": {"bf16_master_weights_and_grads": True}},
