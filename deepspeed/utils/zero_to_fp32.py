@@ -314,7 +314,7 @@ def _recorded_rest(saved: _Saved, record: dict[str, Any], world: int) -> None:
     held = [_load(file)["frozen_param_fragments"] for file in files]
     for run in record["rest"]:
         pieces: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in run["names"]}
-        for rank in range(world):
+        for rank in range(run["layout"]["world"]):
             for name, start, numel in record_fragments(run["layout"], rank):
                 if name not in pieces:
                     continue

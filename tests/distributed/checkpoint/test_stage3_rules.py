@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,43 @@ def test_any_order_of_save_and_load(pool: WorkerPool, tmp_path: Path, steps: int
 
 def test_names_do_not_know_of_compile(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, test_rules.compile_body, str(tmp_path), 3)
+
+
+def compiled_body(folder: str) -> None:
+    """Modules that really are compiled: training, saving and resuming as without."""
+    with warnings.catch_warnings():
+        # Tracing looks at the .grad of what a graph break hands over, and torch itself warns of that.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        train_compiled(folder)
+
+
+def train_compiled(folder: str) -> None:
+    plain = torch.nn.Module.__init__  # torch.compile wraps it for good
+    settings = runs.config(3, zero=FORCED)
+    try:
+        engine = runs.start(settings)
+        compiled = runs.start(settings, module=torch.compile(runs.build(), backend="eager"))
+        for used in (engine, compiled):
+            torch.manual_seed(dist.get_rank())
+            train(used, 0, 2)
+        runs.same(test_rules.clean(engine), test_rules.clean(compiled))
+        compiled.save_checkpoint(folder)
+        other = runs.start(settings, seed=9)
+        other.compile(backend="eager")
+        other.load_checkpoint(folder)
+        for used in (engine, other):
+            torch.manual_seed(dist.get_rank())
+            train(used, 2, 4)
+        runs.same(test_rules.clean(engine), test_rules.clean(other))
+        for used in (engine, compiled, other):
+            used.destroy()
+    finally:
+        torch.nn.Module.__init__ = plain  # type: ignore[method-assign]
+        torch.compiler.reset()
+
+
+def test_compiled_modules(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, compiled_body, str(tmp_path))
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
