@@ -40,6 +40,7 @@ from deepspeed.runtime.zero.block_cut import CutOptions
 from deepspeed.runtime.zero.gather import GatherOptions
 from deepspeed.runtime.zero.historical import optimizer_class
 from deepspeed.runtime.zero.init_shard import make_whole
+from deepspeed.runtime.zero.meta_parameters import take_off_meta
 from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -78,7 +79,7 @@ def build_engine(
     take_over(model.parameters())
     device = local_device()
     unshard_below_stage_3(model, parsed)
-    precision, report = prepare_module(model, parsed, device, shares_sequences=mesh.size("sp") > 1)
+    precision, report = prepare_module(model, parsed, device, mesh)
     names = name_parameters(model)
     group = mesh.group("zero")
     if mesh.size("zero") > 1:
@@ -212,11 +213,13 @@ def unshard_below_stage_3(model: nn.Module, config: DeepSpeedConfig) -> None:
 
 
 def prepare_module(
-    model: nn.Module, config: DeepSpeedConfig, device: torch.device, *, shares_sequences: bool = False
+    model: nn.Module, config: DeepSpeedConfig, device: torch.device, mesh: ParallelMesh
 ) -> tuple[PrecisionPolicy, dict[str, list[str]]]:
     """Cast and move ``model`` in place; returns the policy and what was cast."""
-    precision = build_precision(config, model, shares_sequences=shares_sequences)
+    precision = build_precision(config, model, shares_sequences=mesh.size("sp") > 1)
     report = cast_module(model, precision)
+    stage = int(config.zero_config.stage)
+    take_off_meta(model, device, stage, sharded=Placement.for_stage(stage, mesh.size("zero")).parameter_sharded)
     model.to(device)
     return precision, report
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.comm import collectives
+from deepspeed.runtime.zero.meta_parameters import is_one_value
 from deepspeed.runtime.zero.sharded_parameter import block_of
 
 _CHUNK_NBYTES = 16 << 20
@@ -64,7 +65,9 @@ def broadcast_module(module: nn.Module, group: Any) -> None:
     seen: set[int] = set()
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        if id(tensor) not in seen and tensor.numel() and tensor.device.type != "meta" and block_of(tensor) is None:
+        if id(tensor) in seen or not tensor.numel() or tensor.is_meta or block_of(tensor) is not None:
+            continue
+        if not is_one_value(tensor):
             seen.add(id(tensor))
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, tensors in by_dtype.items():

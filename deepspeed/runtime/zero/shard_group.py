@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.zero.layout import Fragment, Segment, ShardLayout
+from deepspeed.runtime.zero.meta_parameters import is_one_value
 from deepspeed.runtime.zero.param_block import ParamBlock, Place, contiguous_stride
 from deepspeed.runtime.zero.sharded_parameter import block_of
 
@@ -146,7 +147,10 @@ class ShardGroup:
         high = min(start + value.numel(), (self.rank + 1) * segment.piece_numel)
         if high > low:
             target = self.shard_piece(segment).narrow(0, low - self.rank * segment.piece_numel, high - low)
-            target.copy_(value.reshape(-1).narrow(0, low - start, high - low))
+            if is_one_value(value):
+                target.fill_(value[(0,) * value.dim()])
+            else:
+                target.copy_(value.reshape(-1).narrow(0, low - start, high - low))
 
     def _on_write(self, positions: list[int]) -> Any:
         """Masters follow what the user writes into a block's parameters."""

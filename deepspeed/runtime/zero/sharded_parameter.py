@@ -210,7 +210,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"parameter {block.name_of(param)!r} is sharded; .data was assigned a tensor of shape "
             f"{tuple(source.shape)}, expected {tuple(param.shape)}"
         )
-    if isinstance(source, torch.Tensor) and block.owner.writes_whole():
+    if block.owner.before_write() and isinstance(source, torch.Tensor):
         return _with_values(func, args, kwargs)
     block.write_shard(param._ds_position, source)
     return None if func == _SET_DATA else target
@@ -287,5 +287,6 @@ _METADATA = frozenset(
         _T.is_signed, _T.get_device, _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook,
         _T.retain_grad, _T.__hash__, _T.__len__, _T.is_inference, _T.dim_order, _T.is_shared,
         torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference, torch.is_same_size,
+        torch._has_compatible_shallow_copy_type,  # module.to() asks it
     }
 )  # fmt: skip
