@@ -142,8 +142,8 @@ class ParamGatherer:
         """Inside a forward of the module or inside a backward: every rank does the same."""
         return self.depth > 0 or torch._C._current_graph_task_id() != -1
 
-    def writes_whole(self) -> bool:
-        """Whether a value written to a parameter may differ between ranks, so that it must be gathered first."""
+    def before_write(self) -> bool:
+        """A released parameter is about to be written. True: values may differ between ranks, so gather it first."""
         return False
 
     def copy(self, held: Any, memo: dict[int, Any]) -> Any:

@@ -1,7 +1,8 @@
 """Sharding the parameters of a module that has just been built, and owning them until an engine takes them over.
 
 Each module's own parameters become one block per dtype. Rank 0's values count: it sends every rank its piece, in
-chunks, so that beside the module and the shards only a few MiB are needed. There is no copy of the module.
+chunks, so that beside the module and the shards only a few MiB are needed. There is no copy of the module. Small
+modules are still on their way while the next one is built; every use of a shard waits for them first.
 
 Until an engine takes over, the blocks belong to an :class:`InitGatherer`. It keeps nothing gathered for longer than it
 must and knows no order of uses. While models are built it may gather whenever it is asked, since every rank runs the
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from deepspeed.comm.pending import Pending
 from deepspeed.comm.scatter import scatter
 from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
 from deepspeed.runtime.zero.historical_params import attach_whole
@@ -28,6 +30,7 @@ from deepspeed.runtime.zero.sharded_parameter import block_of, parameter_of
 
 _ALIGN_BYTES = 64
 _CHUNK_NBYTES = 8 << 20  # on the source, all ranks' pieces of one scatter together
+_UNDER_WAY_NBYTES = 8 << 20  # of modules that are being sent while others are built
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,29 @@ class InitGatherer(ParamGatherer):
     def __init__(self) -> None:
         super().__init__(GatherOptions(max_live=0, max_reuse=0, prefetch=0, overlap=False))
         self._count = 0
+        self._sending: list[Pending] = []
+        self._sending_nbytes = 0
+
+    def send(self, sends: Iterable[Pending], nbytes: int) -> None:
+        """Start ``sends``, of a module of ``nbytes``; large ones, and all before, have arrived when this returns."""
+        if self._sending_nbytes + nbytes > _UNDER_WAY_NBYTES:
+            self.finish_sends()
+        for pending in sends:
+            if nbytes > _UNDER_WAY_NBYTES:
+                pending.wait()
+            else:
+                self._sending.append(pending)
+        self._sending_nbytes += nbytes if self._sending else 0
+
+    def finish_sends(self) -> None:
+        """Shards hold their values when this returns."""
+        sending, self._sending, self._sending_nbytes = self._sending, [], 0
+        for pending in sending:
+            pending.wait()
+
+    def drop_sends(self) -> None:
+        """Wait for nothing: an exception passes, and other ranks may never come here."""
+        self._sending, self._sending_nbytes = [], 0
 
     def next_index(self) -> int:
         """A number for the next block, the same on every rank."""
@@ -68,9 +94,14 @@ class InitGatherer(ParamGatherer):
         """Also while models are built: every rank runs the same constructors."""
         return innermost() is not None or super().may_gather()
 
-    def writes_whole(self) -> bool:
+    def before_write(self) -> bool:
         """Constructors draw their values: gather first, so that rank 0's draw can be spread afterwards."""
+        self.finish_sends()
         return constructing()
+
+    def _launch(self, block: ParamBlock, *, exact: bool = False) -> None:
+        self.finish_sends()
+        super()._launch(block, exact=exact)
 
     def fetch_buffer(self, block: ParamBlock) -> torch.Tensor:
         """See :meth:`ParamGatherer.fetch_buffer`; there is no order of uses to learn here."""
@@ -89,6 +120,7 @@ class InitGatherer(ParamGatherer):
 
     def copy(self, held: Any, memo: dict[int, Any]) -> Any:
         """``copy.deepcopy`` of a parameter of these blocks, shard by shard. Local."""
+        self.finish_sends()
         return copy_sharded(held, memo)
 
     def _hold(self, block: ParamBlock) -> None:
@@ -206,7 +238,7 @@ def _shard_run(
         shard.fill_(_unset(dtype))
     else:
         source = _Values(places, dtype, device) if ranks.rank == 0 else None
-        _send_pieces(shard, source, ranks, places)
+        gatherer.send(_send_pieces(shard, source, ranks, places), layout.numel * dtype.itemsize)
     _new_block(places, shard, gatherer, ranks)
 
 
@@ -240,8 +272,10 @@ class _Values:
         return copy
 
 
-def _send_pieces(shard: torch.Tensor, source: _Values | None, ranks: Ranks, places: Sequence[Place]) -> None:
-    """Every rank gets its piece of the values of group rank 0, in its ``shard``. Collective."""
+def _send_pieces(
+    shard: torch.Tensor, source: _Values | None, ranks: Ranks, places: Sequence[Place]
+) -> Iterator[Pending]:
+    """Every rank gets its piece of the values of group rank 0, in its ``shard``. Each step starts a collective."""
     piece = shard.numel()
     chunk = max(1 << 14, _CHUNK_NBYTES // (ranks.world * shard.element_size()))
 
@@ -252,7 +286,7 @@ def _send_pieces(shard: torch.Tensor, source: _Values | None, ranks: Ranks, plac
     for start in range(0, piece, chunk):
         numel = min(chunk, piece - start)
         sent = [source.read(r * piece + start, numel) for r in range(ranks.world)] if source is not None else None
-        scatter(shard.narrow(0, start, numel), sent, 0, ranks.group, what=what).wait()
+        yield scatter(shard.narrow(0, start, numel), sent, 0, ranks.group, what=what, async_op=True)
 
 
 @torch.no_grad()
@@ -262,7 +296,8 @@ def spread(block: ParamBlock) -> None:
     whole = Place(nn.Parameter(full, requires_grad=False), block.describe(), 0, full.shape, (1,))
     ranks = Ranks(block.process_group, block.rank, block.world)
     source = _Values([whole], full.dtype, full.device) if block.rank == 0 else None
-    _send_pieces(block.shard, source, ranks, block.places)
+    for pending in _send_pieces(block.shard, source, ranks, block.places):
+        pending.wait()
     block.changed(set(range(len(block.places))))
 
 
@@ -286,6 +321,7 @@ def cast_sharded(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """Give sharded parameters that no engine holds another dtype. Local: every rank casts its own elements."""
     for block, positions in list(blocks_of(params)):
         assert isinstance(block.owner, InitGatherer), "an engine's parameters keep their dtype"
+        block.owner.finish_sends()
         block.owner.release([block])
         places = [block.places[i] for i in sorted(positions)]
         classes = [block._classes[i] for i in sorted(positions)]
@@ -304,6 +340,8 @@ def make_whole(params: Iterable[nn.Parameter]) -> int:
     for block, _ in list(blocks_of(params)):
         count += len(block.places)
         owner = block.owner
+        if isinstance(owner, InitGatherer):
+            owner.finish_sends()
         block.dissolve(whole=True)
         owner.dropped(block)
     return count

@@ -249,6 +249,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if module is not None:
             for part in module.modules():
                 self.module_built(part)
+            self._gatherer.finish_sends()
 
     def module_built(self, module: nn.Module) -> None:
         """Shard the parameters of ``module``, and settle what its constructor did to those of inner modules."""
@@ -258,7 +259,11 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         )
 
     def left(self, *, completed: bool) -> None:
-        """Nothing stays gathered."""
+        """Nothing stays gathered or under way."""
+        if completed:
+            self._gatherer.finish_sends()
+        else:
+            self._gatherer.drop_sends()
         self._gatherer.settle(drop_edits=not completed)
 
     @property
