@@ -62,6 +62,17 @@ _ONE_WAY = {
 }
 """zero_optimization flag that chooses among ways of the reference -> why false changes nothing here."""
 
+_ONE_WAY_AT_STAGE_3 = {
+    "sub_group_size": "the step goes through the pieces of blocks, whatever their number",
+    "use_all_reduce_for_fetch_params": "parameters are always all-gathered",
+    "allgather_sequential": "the parameters of a block are always gathered together",
+    "memory_efficient_linear": "no layer keeps gathered weights for backward",
+    "pipeline_loading_checkpoint": "each rank reads its own elements only",
+    "log_trace_cache_warnings": "another order of modules costs a prefetch and no more",
+    "enable_sanity_checks": "collectives are always compared between ranks",
+}
+"""The same of stage 3 -> why another value than the default changes nothing here."""
+
 
 def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
     """One line per setting the user gave that changes nothing, with what it would need."""
@@ -78,6 +89,9 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
     for name, why in _ONE_WAY.items():
         if zero.stage and not getattr(zero, name):
             yield f"zero_optimization.{name} has no effect: {why}"
+    for name, why in _ONE_WAY_AT_STAGE_3.items():
+        if zero.stage == 3 and not _is_off(zero, name, getattr(zero, name)):
+            yield f"{report.written('zero_optimization.' + name)} has no effect: {why}"
     if zero.stage == 3 and zero.zeropp_loco_param and not zero.zero_quantized_gradients:
         yield (
             "zero_optimization.zeropp_loco_param has no effect: it needs "

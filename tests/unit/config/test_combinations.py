@@ -204,6 +204,15 @@ def test_combinations_that_work(config: dict) -> None:
             " zero_optimization.stage 1 to 2, the stage in force is 0",
         ),
         (
+            zero(stage=3, memory_efficient_linear=False, sub_group_size=10**9),
+            "zero_optimization.memory_efficient_linear has no effect: no layer keeps gathered weights for backward",
+        ),
+        (
+            zero(stage=3, stage3_allgather_sequential=True),
+            "zero_optimization.stage3_allgather_sequential has no effect: the parameters of a block are always gathered"
+            " together",
+        ),
+        (
             zero(stage=3, zeropp_loco_param={"err_beta": 0.8}),
             "zero_optimization.zeropp_loco_param has no effect: it needs "
             "zero_optimization.zero_quantized_gradients true",
