@@ -92,9 +92,9 @@ def show_end(
 
 
 def memory_table(memory: Sequence[StageMemory]) -> Table:
-    title = "model states per rank: parameters, gradients, master copies, optimizer states"
+    title = "model states per rank: parameters, gradients, master copies, optimizer states; gathered weights on top"
     table = Table(title=title, title_justify="left")
-    for heading in ("ZeRO stage", "formula", "measured", "ratio", "gathered on top", "of"):
+    for heading in ("ZeRO stage", "formula", "measured", "ratio", "gathered", "of"):
         table.add_column(heading, justify="left" if heading == "of" else "right")
     for row in memory:
         ratio = f"{row.measured / row.expected:.4f}" if row.expected else "-"
