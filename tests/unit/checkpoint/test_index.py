@@ -27,7 +27,7 @@ def saved_index(layout: ShardLayout, values: dict[str, torch.Tensor]) -> tuple[i
     """An index over files as ranks of ``layout`` would write them, and the list of files opened so far."""
     opened: list[int] = []
     record = {"groups": [{"layout": layout.as_record()}]}
-    made = index.FragmentIndex(owners=index.owners_of(record))
+    made = index.FragmentIndex(owners=index.owners_of(record["groups"]))
 
     def open_rank(rank: int) -> None:
         opened.append(rank)

@@ -63,3 +63,15 @@ def test_hidden_names_are_read_back() -> None:
 
 def test_compile_wrappers_leave_no_trace() -> None:
     assert names.clean_name("_orig_mod.layers.0._orig_mod.weight") == "layers.0.weight"
+
+
+def test_files_of_shards() -> None:
+    name = names.sharded_model_file(12, 3)
+    assert name == "zero_pp_rank_12_mp_rank_03_model_states.pt"
+    assert names.parse_sharded_model_file(name) == (12, 3)
+    assert names.is_checkpoint_file(name)
+    assert names.parse_optim_file(name) is None
+    assert names.parse_sharded_model_file(names.model_file(3)) is None
+    assert [names.shard_rank_of(file) for file in (name, names.optim_file(5, 0, bf16=True), names.model_file(0))] == [
+        12, 5, None,
+    ]  # fmt: skip
