@@ -382,6 +382,7 @@ def shard_module(
         cut_options=CutOptions(
             target=target,
             split_atoms=set_by_user,
+            max_block=zero.reduce_bucket_size,
             persistent=zero.param_persistence_threshold,
             max_persistent=zero.model_persistence_threshold,
             granularity=zero.module_granularity_threshold,

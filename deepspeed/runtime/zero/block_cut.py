@@ -23,12 +23,13 @@ class CutOptions:
     """Sizes in elements.
 
     ``target``: of a block; None merges nothing beyond single atoms. ``split_atoms``: an atom larger than ``target`` is
-    cut between its parameters. ``persistent``: parameters below it stay gathered, as long as their sum does not exceed
+    cut between its parameters; one larger than ``max_block`` always is. ``persistent``: parameters below it stay gathered, as long as their sum does not exceed
     ``max_persistent``. ``granularity``: modules with fewer elements per descendant module are atoms.
     """
 
     target: int | None = None
     split_atoms: bool = False
+    max_block: int = 1 << 62
     persistent: int = 0
     max_persistent: int = 1 << 62
     granularity: int = 0
@@ -90,11 +91,14 @@ def cut(
     blocks: list[list[nn.Parameter]] = []
     held = 0
     previous: int | None = None
-    for param in params:
-        if id(param) in persistent:
-            continue
-        atom = atoms.get(id(param), -1 - len(blocks))  # foreign ones belong to no module: each on its own
-        if not blocks or _starts_block(atom == previous, held, param.numel(), options):
+    moving = [param for param in params if id(param) not in persistent]
+    numbers = [atoms.get(id(param), -1 - place) for place, param in enumerate(moving)]  # foreign: each on its own
+    whole: dict[int, int] = {}
+    for atom, param in zip(numbers, moving, strict=True):
+        whole[atom] = whole.get(atom, 0) + param.numel()
+    for atom, param in zip(numbers, moving, strict=True):
+        coming = param.numel() if options.split_atoms or atom == previous else whole[atom]
+        if not blocks or _starts_block(atom == previous, held, coming, options):
             blocks.append([])
             held = 0
         blocks[-1].append(param)
@@ -104,9 +108,9 @@ def cut(
     return [*blocks, last] if last else blocks
 
 
-def _starts_block(same_atom: bool, held: int, numel: int, options: CutOptions) -> bool:
+def _starts_block(same_atom: bool, held: int, coming: int, options: CutOptions) -> bool:
     if same_atom and not options.split_atoms:
-        return False
+        return held + coming > options.max_block
     if options.target is None:
         return not same_atom
-    return held + numel > options.target
+    return held + coming > options.target

@@ -42,6 +42,7 @@ from deepspeed.utils.logging import logger
 
 _ALIGN_BYTES = 64  # parameters and pieces start on cache lines, as torch's own allocations do
 _MIN_AUTO_BUCKET = 1 << 20
+_MAX_DOUBLED = 1 << 30  # bytes: larger buckets have one buffer, whose filling waits for the last one to land
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ class ZeroOptimizer(ZeROOptimizer):
              for bucket_numel in [group.layout.max_segment_numel]),
             default=0,
         )  # fmt: skip
-        self.workspace = Workspace(nbytes, 2 if self.options.overlap and self.world > 1 else 1, device)
+        two = self.options.overlap and self.world > 1 and nbytes <= _MAX_DOUBLED
+        self.workspace = Workspace(nbytes, 2 if two else 1, device)
         self.reducer: Reducer
         if self.world > 1:
             self.reducer = GradReducer(
