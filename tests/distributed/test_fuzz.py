@@ -7,15 +7,15 @@ from collections import defaultdict
 import pytest
 
 from tests.harness.fuzz import failure_of, report, run_recipes
-from tests.harness.fuzz_recipes import Net, Op, Part, Recipe, draw, shrink
+from tests.harness.fuzz_recipes import Net, Op, Part, Recipe, draw, draw_stage_3, shrink
 
-SEEDS = range(60)
+SEEDS = range(40)
+SEEDS_STAGE_3 = range(1000, 1036)
 
 
 def _by_world_size() -> dict[int, list[Recipe]]:
     grouped: dict[int, list[Recipe]] = defaultdict(list)
-    for seed in SEEDS:
-        recipe = draw(seed)
+    for recipe in (*map(draw, SEEDS), *map(draw_stage_3, SEEDS_STAGE_3)):
         grouped[recipe.world_size].append(recipe)
     return grouped
 

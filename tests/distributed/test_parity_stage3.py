@@ -6,7 +6,6 @@ model into many blocks and prefetches; `PERSISTENT` keeps small parameters.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -35,9 +34,10 @@ MODELS = ("tied", "shared", "unused", "lora", "degenerate", "llama", "embeddings
 @pytest.mark.parametrize("precision", tuple(PRECISIONS))
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 def test_same_training_as_plain_torch(pool, world_size: int, precision: str, optimizer: str) -> None:
+    # Both settings meet every accumulation and every clip, and every pair of these meets one of the settings.
     cases = [
         Case(3, precision, accumulation, clip, optimizer, zero=zero)
-        for zero, accumulation, clip in itertools.product((KEPT, SMALL), (1, 3), (0.0, 0.5))
+        for zero, accumulation, clip in ((KEPT, 1, 0.5), (KEPT, 3, 0.0), (SMALL, 3, 0.5), (SMALL, 1, 0.0))
     ]
     assert_same_training(pool, world_size, cases)
 

@@ -85,12 +85,13 @@ class Recipe:
     def has_late_gradients(self) -> bool:
         """A gradient may come after its bucket has gone and travel alone, so its sum is taken in another order.
 
-        Happens where buckets leave during backward and a layer is used in one backward and not in another. Such a
-        recipe has one right answer only up to rounding, so it is drawn in fp32 and with SGD, which does not magnify it.
+        Happens where buckets leave during backward and a layer is used in one backward and not in another, or gets its
+        gradient in parts (re-entrant checkpointing in several forwards). Such a recipe has one right answer only up to rounding, so it is drawn in fp32 and with SGD, which does not magnify it.
         """
         early = self.stage > 0 or dict(self.zero).get("overlap_comm", False)
         varied = any(part.skip for op in self.ops for part in op.parts) or any(op.kind == "unfreeze" for op in self.ops)
-        return self.world_size > 1 and early and varied
+        several = any(part.forwards > 1 for op in self.ops for part in op.parts)
+        return self.world_size > 1 and early and (varied or (self.net.checkpoint == "reentrant" and several))
 
 
 class FuzzNet(nn.Module):
