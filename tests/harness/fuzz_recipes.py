@@ -86,7 +86,8 @@ class Recipe:
         """A gradient may come after its bucket has gone and travel alone, so its sum is taken in another order.
 
         Happens where buckets leave during backward and a layer is used in one backward and not in another, or gets its
-        gradient in parts (re-entrant checkpointing in several forwards). Such a recipe has one right answer only up to rounding, so it is drawn in fp32 and with SGD, which does not magnify it.
+        gradient in parts (re-entrant checkpointing in several forwards). Such a recipe has one right answer only up to
+        rounding, so it is drawn in fp32 and with SGD, which does not magnify it.
         """
         early = self.stage > 0 or dict(self.zero).get("overlap_comm", False)
         varied = any(part.skip for op in self.ops for part in op.parts) or any(op.kind == "unfreeze" for op in self.ops)
