@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.variable import Variable
 
-from deepspeed.runtime.zero.reduce import Reducer
+from deepspeed.runtime.zero.local_grads import Reducer
 
 
 class Phase(Enum):

@@ -19,7 +19,7 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.runtime.zero.bucket import Workspace
-from deepspeed.runtime.zero.reduce import Reducer
+from deepspeed.runtime.zero.local_grads import Reducer
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
 _NORM_PART = 1 << 17  # elements: half a megabyte in fp32, inside the second-level cache

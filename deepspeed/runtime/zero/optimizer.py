@@ -30,10 +30,11 @@ from deepspeed.runtime.zero.diagnose import first_non_finite, unread_gradients
 from deepspeed.runtime.zero.gather import ShardPublisher
 from deepspeed.runtime.zero.hooks import BackwardWatch
 from deepspeed.runtime.zero.layout import ShardLayout
+from deepspeed.runtime.zero.local_grads import LocalGrads, Reducer
 from deepspeed.runtime.zero.norm import BoundaryFacts, boundary_facts, clip_coefficient
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.publish import ParamPublisher, Publisher
-from deepspeed.runtime.zero.reduce import GradReducer, LocalGrads, ReduceOptions, Reducer
+from deepspeed.runtime.zero.reduce import GradReducer, ReduceOptions
 from deepspeed.runtime.zero.routes import GradRoute, ShardRanks
 from deepspeed.runtime.zero.shard_group import BoundFragment, GroupSpec, ShardGroup
 from deepspeed.runtime.zero.sharded_module import ShardedModule

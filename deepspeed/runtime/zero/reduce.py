@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from deepspeed.comm import collectives
 from deepspeed.comm.sparse import all_reduce_rows
 from deepspeed.runtime.zero.bucket import Bucket, Workspace
+from deepspeed.runtime.zero.local_grads import accumulate_locally
 from deepspeed.runtime.zero.routes import GradRoute, push_on
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
@@ -39,81 +40,6 @@ class ReduceOptions:
     every_backward: bool = False
     pre_divide: float = 1.0
     route: GradRoute | None = None
-
-
-class Reducer(Protocol):
-    """What hooks, stepper and optimizer may ask: :class:`GradReducer` of several ranks, :class:`LocalGrads` of one."""
-
-    groups: list[ShardGroup]
-    process_group: Any
-    world: int
-    replicas: int
-    touched: list[bytearray]
-    active: bool
-    held_back: bool
-    launched: int
-
-    def begin_backward(self, *, reduce: bool) -> None: ...
-    def grad_ready(self, group_number: int, position: int) -> None: ...
-    def end_backward(self) -> None: ...
-    def finish(self) -> None: ...
-    def send_all(self) -> None: ...
-    def left_overs(self) -> int: ...
-    def wait(self) -> None: ...
-    def reset(self) -> None: ...
-    def rescale_feedback(self, factor: float) -> None: ...
-    def forget_feedback(self) -> None: ...
-
-
-class LocalGrads:
-    """The reducer of one rank: gradients stay where autograd puts them, nothing is hooked, copied or sent.
-
-    Hooks are needed only where gradients accumulate in another dtype than the parameter's.
-    """
-
-    def __init__(self, groups: Sequence[ShardGroup]) -> None:
-        self.groups = list(groups)
-        self.process_group: Any = None
-        self.world = self.replicas = 1
-        self.touched = [bytearray(len(group.params)) for group in self.groups]
-        self.active = self.held_back = False
-        self.launched = 0
-
-    def begin_backward(self, *, reduce: bool) -> None:
-        self.active = True
-
-    def grad_ready(self, group_number: int, position: int) -> None:
-        group = self.groups[group_number]
-        if group.accum_dtype != group.dtype:
-            accumulate_locally(group, position)
-
-    def end_backward(self) -> None:
-        self.active = False
-
-    def finish(self) -> None:
-        for number, group in enumerate(self.groups):
-            self.touched[number] = bytearray(
-                param.grad is not None or held is not None
-                for param, held in zip(group.params, group.accum, strict=True)
-            )
-
-    def send_all(self) -> None:
-        return None
-
-    def left_overs(self) -> int:
-        return 0
-
-    def wait(self) -> None:
-        return None
-
-    def reset(self) -> None:
-        self.active = False
-
-    def rescale_feedback(self, factor: float) -> None:
-        return None
-
-    def forget_feedback(self) -> None:
-        return None
 
 
 class GradReducer:
@@ -432,20 +358,6 @@ class GradReducer:
                 param.grad = held
             else:
                 param.grad.add_(held)  # a late gradient is there already; the next round averages the sum
-
-
-@torch.no_grad()
-def accumulate_locally(group: ShardGroup, position: int) -> None:
-    """Move a local gradient into its accumulation buffer (used when that has another dtype than the parameter)."""
-    param = group.params[position]
-    if param.grad is None:
-        return
-    held = group.accum[position]
-    if held is None:
-        group.accum[position] = param.grad.to(group.accum_dtype)
-    else:
-        held.add_(param.grad)
-    param.grad = None
 
 
 def touched_rows(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
