@@ -451,7 +451,7 @@ def wrap_optimizer(
         by_rows=row_wise_parameters(model, every_embedding=config.sparse_gradients_enabled),
         comm_dtype_of=lambda param: precision.autocast if id(param) in safe else None,
     )
-    return optimizer_class(int(zero.stage), precision)(
+    return optimizer_class(int(zero.stage), precision, mics=zero.mics_shard_size > 0)(
         basic,
         names=names,
         placement=placement,

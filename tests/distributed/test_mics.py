@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.comm.levels import Levels
+from deepspeed.runtime.zero.mics import MiCS_Optimizer, has_hierarchical_all_gather_groups
+from deepspeed.runtime.zero.mics_utils import create_mics_comm_groups
 from deepspeed.runtime.zero.sharded_parameter import block_of
 from deepspeed.utils import safe_get_full_grad
 from tests.distributed.checkpoint import runs
@@ -114,7 +116,8 @@ def sharing() -> tuple[int, int, list[int]]:
     params = list(engine.module.parameters())
     whole = sum(param.ds_numel for param in params)
     states = engine.optimizer.model_state_bytes()
-    group = torch.distributed.get_process_group_ranks(block_of(params[0]).process_group)
+    block: Any = block_of(params[0])
+    group = torch.distributed.get_process_group_ranks(block.process_group)
     shards = states["parameter"]
     engine.destroy()
     return whole * 4, shards, group
@@ -185,6 +188,49 @@ def refused(zero: dict[str, Any]) -> str:
 def test_sizes_that_do_not_divide_are_refused(pool: Any, zero: dict[str, Any], text: str) -> None:
     for found in pool.run(4, refused, zero):
         assert text in found
+
+
+def built_in_shards() -> tuple[bool, str, bool]:
+    zero = {"stage": 3, "mics_shard_size": 2}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "optimizer": OPTIMIZERS["adamw"].block}
+    whole = SPECS["odd"].build()
+    with deepspeed.zero.MiCS_Init(config_dict_or_path=config):
+        model = SPECS["odd"].build(seed=dist.get_rank())  # rank 0's values count
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        same = all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    ours = isinstance(engine.optimizer, MiCS_Optimizer)
+    engine.destroy()
+    with pytest.raises(ValueError, match="MiCS_Init needs config_dict_or_path") as caught:
+        deepspeed.zero.MiCS_Init(config_dict_or_path={**config, "zero_optimization": {"stage": 3}})
+    return same, str(caught.value), ours
+
+
+def test_models_built_in_shards(pool: Any) -> None:
+    for same, text, ours in pool.run(4, built_in_shards):
+        assert same
+        assert ours
+        assert text.endswith("found -1. Without MiCS use zero.Init")
+
+
+def groups() -> tuple[list[int], list[int], int, int, str]:
+    made = create_mics_comm_groups(2, None)
+    assert not has_hierarchical_all_gather_groups(made)
+    hops = create_mics_comm_groups(4, None, True, node_size=2)
+    assert has_hierarchical_all_gather_groups(hops)
+    with pytest.raises(ValueError, match="does not divide") as caught:
+        create_mics_comm_groups(3, None)
+    ranks = torch.distributed.get_process_group_ranks
+    shard, replicas = ranks(made.param_shard_group), ranks(made.param_repli_group)
+    return shard, replicas, made.param_shard_rank, made.param_repli_rank, str(caught.value)
+
+
+def test_groups_of_a_rank(pool: Any) -> None:
+    for rank, (shard, replicas, place, replica, text) in enumerate(pool.run(4, groups)):
+        assert shard == ([0, 1] if rank < 2 else [2, 3])
+        assert replicas == [rank % 2, rank % 2 + 2]
+        assert (place, replica) == (rank % 2, rank // 2)
+        assert text.startswith("mics_shard_size=3 does not divide the 4 ranks")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

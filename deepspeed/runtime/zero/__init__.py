@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
     )
+    from deepspeed.runtime.zero.mics import MiCS_Init
     from deepspeed.runtime.zero.partition_parameters import (
         GatheredParameters,
         Init,
@@ -32,6 +33,7 @@ _NAMES = {
     "ZeroStageEnum": "deepspeed.runtime.zero.config",
     "GatheredParameters": "deepspeed.runtime.zero.partition_parameters",
     "Init": "deepspeed.runtime.zero.partition_parameters",
+    "MiCS_Init": "deepspeed.runtime.zero.mics",
     "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters",
     "ZeroParamType": "deepspeed.runtime.zero.partition_parameters",
     "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
@@ -46,7 +48,6 @@ _NAMES = {
 _PLANNED = (
     "TiledLinear",
     "TiledLinearReturnBias",
-    "MiCS_Init",
 )
 
 

@@ -10,17 +10,18 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.precision import PrecisionPolicy
+from deepspeed.runtime.zero.mics import MiCS_Optimizer
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
-def optimizer_class(stage: int, precision: PrecisionPolicy) -> type[ZeroOptimizer]:
-    """The class name clients expect for ``stage`` (0-2) in this precision."""
+def optimizer_class(stage: int, precision: PrecisionPolicy, *, mics: bool = False) -> type[ZeroOptimizer]:
+    """The class name clients expect for ``stage`` in this precision; ``mics``: with ``mics_shard_size``."""
     if stage == 0:
         return ZeroOptimizer if precision.model is torch.float32 else FP16_Optimizer
     if stage == 3:
-        return DeepSpeedZeroOptimizer_Stage3
+        return MiCS_Optimizer if mics else DeepSpeedZeroOptimizer_Stage3
     if stage == 1 and precision.model is torch.bfloat16 and precision.accum is torch.float32:
         return BF16_Optimizer
     return DeepSpeedZeroOptimizer

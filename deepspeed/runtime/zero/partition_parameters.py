@@ -184,6 +184,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             Values that a wrapper fills in later may be "auto".
         enabled: False does nothing at all.
         dtype: of floating parameters; default: the config's, without a config what the model asks for.
+        zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights: accepted and without
+            effect: gathers are exact until ``initialize`` takes over, whose config says how they travel then.
         tensor_overrides: what tensor constructors get where the call does not say.
 
     Raises:
@@ -231,9 +233,6 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         self.device = _local_device()
         asked = {
             "remote_device": remote_device if str(remote_device or "none") not in ("none", self.device.type) else None,
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
             "param_swapper": param_swapper,
         }
         _refuse_missing(asked)

@@ -9,6 +9,10 @@ Each of the three is REPLICATED or SHARDED over a named mesh axis; nothing else 
     | 2     | replicated | sharded, reduced in every backward   | sharded                    |
     | 3     | sharded    | sharded, reduced in every backward   | sharded                    |
 
+MiCS is the row of stage 3 over the axis ``zero_inner`` (blocks of ``mics_shard_size`` neighbours), whose gradients are
+added up over ``zero_outer`` once per step. hpZ is the row of stage 3 with a second copy of released parameters, sharded
+over the axis ``hpz`` (``routes.SecondaryShard``).
+
 An axis of size 1 degenerates every row to "replicated": there is nothing to shard and nothing to send.
 Source of the stages: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
