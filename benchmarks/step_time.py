@@ -43,7 +43,10 @@ def show(title: str, rows: dict[str, tuple[float, float]], unit: str) -> None:
 
 
 def ratio(left: tuple[float, float], right: tuple[float, float]) -> str:
-    return f"best {left[0] / right[0]:.2f}, median {left[1] / right[1]:.2f}"
+    shown = []
+    for label, above, below in zip(("best", "median"), left, right, strict=True):
+        shown.append(f"{label} {above / below:.2f}" if below > 0 else f"{label}: the right side costs nothing")
+    return ", ".join(shown)
 
 
 def main() -> None:

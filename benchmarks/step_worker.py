@@ -100,7 +100,35 @@ def ddp(task: Task) -> Step:
     return step
 
 
-def engine(task: Task, stage: int) -> Step:
+def fsdp2(task: Task) -> Step:
+    """torch's sharded data parallel, one unit per layer, as its documentation has it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = task.model()
+    mesh = init_device_mesh(task.device.type, (dist.get_world_size(),))
+    for layer in model.blocks if task.is_llama else model:  # type: ignore[union-attr, operator]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)  # fused is not there for its tensors
+
+    def step() -> None:
+        task.loss(model).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+FORCED = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+def engine(task: Task, stage: int, **zero: int) -> Step:
     import deepspeed
 
     config = {
@@ -108,7 +136,7 @@ def engine(task: Task, stage: int) -> Step:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": task.dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **zero},
     }
     wrapped, *_ = deepspeed.initialize(model=task.build().to(task.device), config=config)
 
@@ -124,14 +152,18 @@ def main() -> None:
     parser.add_argument("--task", choices=("llama", "tiny"), default="llama")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2, help="steps per round")
+    parser.add_argument("--stage-3", action="store_true", help="stage 3 and FSDP2 instead of stages 0 to 2 and DDP")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
     task = Task(options.task, device)
-    systems: dict[str, Step] = {"bare": bare(task), "plain": plain(task), "ddp": ddp(task)}
-    systems |= {f"stage{stage}": engine(task, stage) for stage in (0, 1, 2)}
+    systems: dict[str, Step] = {"bare": bare(task), "plain": plain(task)}
+    if options.stage_3:
+        systems |= {"fsdp2": fsdp2(task), "stage3": engine(task, 3), "stage3_released": engine(task, 3, **FORCED)}
+    else:
+        systems |= {"ddp": ddp(task), **{f"stage{stage}": engine(task, stage) for stage in (0, 1, 2)}}
     for step in systems.values():
         for _ in range(2):
             step()
