@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.shard_group import ShardGroup
 
 
 class Reducer(Protocol):
-    """What hooks, stepper and optimizer may ask of ``reduce.GradReducer`` (several ranks) or :class:`LocalGrads` (one)."""
+    """What hooks, stepper and optimizer may ask of ``reduce.GradReducer`` (several ranks) and :class:`LocalGrads`."""
 
     groups: list[ShardGroup]
     process_group: Any

@@ -196,7 +196,7 @@ for config in (
     {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
     {"train_batch_size": 1, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
     {"train_batch_size": 1, "zero_optimisation": {}},
-    {"train_batch_size": 1, "zero_optimization": {"stage": 3}},
+    {"train_batch_size": 1, "pipeline": {"stages": 2}},
     {"train_batch_size": "auto"},
 ):
     try:
