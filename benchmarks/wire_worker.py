@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,33 +64,46 @@ class WireCounter(TorchDispatchMode):
         return any(split[dist.get_rank()] == 0 for split in splits)
 
 
+def _pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+
+
+# Parameters: 16 matrices in one list; the same in 8 blocks; 100 tensors that are small enough to stay gathered.
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "flat": lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)]),
+    "blocks": lambda: nn.Sequential(*[_pair() for _ in range(8)]),
+    "small": lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(50)]),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--system", choices=("ddp", "0", "1", "2"), required=True)
-    parser.add_argument("--bucket", type=int, required=True)
+    parser.add_argument("--system", choices=("ddp", "0", "1", "2", "3"), required=True)
+    parser.add_argument("--bucket", type=int, default=0, help="elements; 0: what the library chooses")
+    parser.add_argument("--model", choices=tuple(MODELS), default="flat")
+    parser.add_argument("--zero", type=json.loads, default={}, help="more keys of zero_optimization, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])
+    model = MODELS[options.model]()
+    row = torch.ones(2, next(iter(model.parameters())).shape[1])
     numel = sum(param.numel() for param in model.parameters())
     if options.system == "ddp":
         wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=options.bucket * 4 / (1 << 20))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
         def step() -> None:
-            wrapped(torch.ones(2, 256)).sum().backward()
+            wrapped(row).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     else:
         import deepspeed
 
-        zero = {
-            "stage": int(options.system),
-            "reduce_bucket_size": options.bucket,
-            "allgather_bucket_size": options.bucket,
-        }
+        zero = {"stage": int(options.system), **options.zero}
+        if options.bucket:
+            zero |= {"reduce_bucket_size": options.bucket, "allgather_bucket_size": options.bucket}
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -98,7 +112,7 @@ def main() -> None:
         wrapped, *_ = deepspeed.initialize(model=model, config=config)
 
         def step() -> None:
-            wrapped.backward(wrapped(torch.ones(2, 256)).sum())
+            wrapped.backward(wrapped(row).sum())
             wrapped.step()
 
     step()
