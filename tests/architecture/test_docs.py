@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.project import ROOT
-from tests.harness.snippets import find_snippets, run_page
+from tests.harness.snippets import find_snippets, ranks_of, run_page
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 _LINK = re.compile(r"\[[^\]]*\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -21,9 +21,10 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_snippets_run(pool, page: Path) -> None:
-    runnable = [s for s in find_snippets(page.read_text()) if s.language in ("python", "json")]
-    (executed,) = pool.run(1, run_page, str(page), create_group=False)
-    assert executed == len([s for s in runnable if not s.options.startswith("no-run")])
+    text = page.read_text()
+    runnable = [s for s in find_snippets(text) if s.language in ("python", "json")]
+    expected = len([s for s in runnable if not s.options.startswith("no-run")])
+    assert pool.run(ranks_of(text), run_page, str(page), create_group=False) == [expected] * ranks_of(text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -36,6 +37,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         elif anchor and path.suffix == ".md" and anchor not in _anchors(path):
             broken.append(f"{target}#{anchor}: no such heading")
     assert broken == []
+
+
+def test_a_page_says_how_many_ranks_its_snippets_need() -> None:
+    assert ranks_of("# Page\n\n<!-- snippets on 2 ranks -->\n") == 2
+    assert ranks_of("# Page\n\nnot this: `<!-- snippets on 2 ranks -->`\n") == 1
 
 
 def test_snippet_finder() -> None:

@@ -2,8 +2,8 @@
 
 Owns: finding blocks and executing them inside a pool worker.
 Conventions: a fence `python` is executed, in page order, in one namespace per page, in an empty folder, as rank 0 of
-1. A fence `python no-run: REASON` is only compiled. A fence `json` must parse; with `json config` it must also be
-accepted by `DeepSpeedConfig`.
+1, or on each of N ranks where the page says `<!-- snippets on N ranks -->`. A fence `python no-run: REASON` is only
+compiled. A fence `json` must parse; with `json config` it must also be accepted by `DeepSpeedConfig`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
+_RANKS = re.compile(r"^<!-- snippets on (\d+) ranks -->$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,14 @@ def find_snippets(markdown: str) -> list[Snippet]:
     return found
 
 
+def ranks_of(markdown: str) -> int:
+    """How many ranks a page's blocks run on."""
+    said = _RANKS.search(markdown)
+    return int(said[1]) if said else 1
+
+
 def run_page(path: str) -> int:
-    """Check every block of the page at `path`; returns how many were executed. Body for a one-rank pool run."""
+    """Check every block of the page at `path`; returns how many were executed. Body for a pool run."""
     executed, namespace, home = 0, {"__name__": "__snippet__"}, os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
