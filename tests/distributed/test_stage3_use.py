@@ -51,7 +51,10 @@ def weights(engine: Any) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in named.items()}
 
 
-def run(make: Callable[[], nn.Module], loss: Callable[[Any, Tensor], Tensor], stage: int, **top: Any) -> dict[str, Tensor]:
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def run(make: Callable[[], nn.Module], loss: Loss, stage: int, **top: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     engine = start(make(), stage, **top)
     for step in range(3):
@@ -234,7 +237,7 @@ def parts(engine: Any, x: Tensor) -> Tensor:
     return engine.module.other(torch.tanh(engine.module.inner(x))).pow(2).mean()
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "borrowed parameter": (Borrow, mean_square),
     "function keeps the parameter": (OwnFunction, mean_square),
     "recurrent": (Recurrent, mean_square),
@@ -358,7 +361,8 @@ def looks(tmp: str) -> None:
     assert param.data.shape == (DIM, DIM)
     assert "inner.weight" in repr(param)
     with torch.no_grad():
-        for read in (lambda: param.norm(), lambda: param.data.sum(), lambda: param.detach() + 1, lambda: float(param[0, 0])):
+        reads = (param.norm, lambda: param.data.sum(), lambda: param.detach() + 1, lambda: float(param[0, 0]))
+        for read in reads:
             with pytest.raises(RuntimeError, match=r"'inner.weight'.*GatheredParameters"):
                 read()
     with pytest.raises(RuntimeError, match="cannot be copied"):

@@ -23,8 +23,9 @@ class CutOptions:
     """Sizes in elements.
 
     ``target``: of a block; None merges nothing beyond single atoms. ``split_atoms``: an atom larger than ``target`` is
-    cut between its parameters; one larger than ``max_block`` always is. ``persistent``: parameters below it stay gathered, as long as their sum does not exceed
-    ``max_persistent``. ``granularity``: modules with fewer elements per descendant module are atoms.
+    cut between its parameters; one larger than ``max_block`` always is. ``persistent``: parameters below it stay
+    gathered, as long as their sum does not exceed ``max_persistent``. ``granularity``: modules with fewer elements per
+    descendant module are atoms.
     """
 
     target: int | None = None

@@ -104,6 +104,7 @@ class ZeroOptimizer(ZeROOptimizer):
         super().__init__(base)
         refuse_unsuited(base, names, sharded=placement.state_sharded and world > 1)
         self.sharding = sharding
+        self.parameter_offload: Any = None  # stage 3's hooks under their historical name
         self.names = names
         self.placement = placement
         self.precision = precision

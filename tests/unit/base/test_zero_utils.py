@@ -147,8 +147,8 @@ def test_other_formats_and_optimizers() -> None:
     assert at_once == model_state_bytes(MILLION, 4, 2)
     offloaded = model_state_bytes(MILLION, 2, 2, cpu_offload=True)
     assert (offloaded.device, offloaded.host) == (2 * MILLION, (1 + 6) * MILLION)
-    with pytest.raises(ValueError, match="`stage` must be 0, 1 or 2, found 3"):
-        model_state_bytes(1, 1, 3)
+    with pytest.raises(ValueError, match="`stage` must be 0, 1, 2 or 3, found 4"):
+        model_state_bytes(1, 1, 4)
 
 
 def test_estimates_for_stage_2() -> None:
