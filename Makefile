@@ -2,7 +2,7 @@
 # environment, .venv, up to date, which takes no time when pyproject.toml and constraints.txt have not changed.
 #
 #   make demo    train a small real model on this machine (2 ranks), about 3 minutes; pass options with ARGS="..."
-#   make test    the whole test suite;  make test ARGS="tests/unit -k batch" for a part
+#   make test    the test suite;  ARGS="tests/unit -k batch" for a part, ARGS=--wide for every row of the large tables
 #   make lint    ruff, import contracts, types
 #   make bench   the figures of docs/performance.md, measured here
 #   make docs    generate the config reference, check links and snippets

@@ -25,6 +25,19 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wide", action="store_true", help="also the rows of the large tables marked wide")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--wide"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("wide")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("wide")]
+
+
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     """Worker processes that live for the session; `pool.run(world_size, function, *args)`."""

@@ -22,6 +22,7 @@ from tests.distributed.checkpoint.test_layouts import load_run, same_full, save_
 from tests.distributed.checkpoint.test_resume import unbroken_and_resumed
 from tests.harness.models import SPECS
 from tests.harness.parity import OPTIMIZERS, Case, assert_same_training
+from tests.harness.width import wide
 
 FORCED: dict[str, Any] = {
     "stage3_max_live_parameters": 0,
@@ -33,7 +34,7 @@ FORCED: dict[str, Any] = {
 
 
 # 2 ranks: one replica of 2 (plain stage 3), two of 1 (stage 0). 4 ranks: two of 2. 3 ranks: three of 1.
-@pytest.mark.parametrize(("world_size", "shard"), ((2, 2), (2, 1), (3, 1), (4, 2)))
+@pytest.mark.parametrize(("world_size", "shard"), ((2, 2), wide(2, 1), wide(3, 1), (4, 2)))
 def test_same_training_as_plain_torch(pool: Any, world_size: int, shard: int) -> None:
     cases = [
         Case(3, precision, accumulation, clip, zero={"mics_shard_size": shard, **zero})
@@ -45,7 +46,9 @@ def test_same_training_as_plain_torch(pool: Any, world_size: int, shard: int) ->
     assert_same_training(pool, world_size, cases)
 
 
-@pytest.mark.parametrize("model", ("tied", "shared", "unused", "lora", "degenerate", "llama", "embeddings"))
+@pytest.mark.parametrize(
+    "model", ("tied", "lora", "embeddings", wide("shared"), wide("unused"), wide("degenerate"), wide("llama"))
+)
 def test_same_training_for_every_kind_of_model(pool: Any, model: str) -> None:
     cases = [
         Case(3, precision, 2, 0.5, model=model, steps=3, zero={"mics_shard_size": 2, "overlap_comm": overlap, **FORCED})
@@ -236,7 +239,7 @@ def test_groups_of_a_rank(pool: Any) -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard", (1, 2))
+@pytest.mark.parametrize("shard", (wide(1), 2))
 def test_resume_is_exact(pool: Any, tmp_path: Path, shard: int) -> None:
     settings = runs.config(3, "bf16", zero={"mics_shard_size": shard, **FORCED})
     pool.run(4, unbroken_and_resumed, str(tmp_path), settings, 4, 2)
@@ -245,10 +248,10 @@ def test_resume_is_exact(pool: Any, tmp_path: Path, shard: int) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     (
-        ((4, 3, {"mics_shard_size": 2}), (2, 3, {})),
+        wide((4, 3, {"mics_shard_size": 2}), (2, 3, {})),
         ((4, 3, {"mics_shard_size": 2, **FORCED}), (3, 1, {})),
-        ((2, 3, {"mics_shard_size": 1}), (2, 2, {})),
-        ((3, 3, {}), (4, 3, {"mics_shard_size": 2, **FORCED})),
+        wide((2, 3, {"mics_shard_size": 1}), (2, 2, {})),
+        wide((3, 3, {}), (4, 3, {"mics_shard_size": 2, **FORCED})),
         ((2, 2, {}), (2, 3, {"zero_quantized_weights": True, **FORCED})),
     ),
 )

@@ -408,6 +408,35 @@ def test_writes_reach_shards_and_masters(ranks) -> None:
     ranks(writes)
 
 
+def most_gathered() -> tuple[int, int]:
+    """The most elements gathered at once, in flight included, and the two largest blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(6)])
+    limits = {key: value for key, value in FORCED.items() if key != "stage3_prefetch_bucket_size"}
+    engine = start(model, 3, zero_optimization={"stage": 3, **limits})
+    gatherer, most = engine.sharded_module.gatherer, 0
+    launch = gatherer._launch
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        nonlocal most
+        launch(*args, **kwargs)
+        most = max(most, gatherer.live_numel)
+
+    gatherer._launch = watched
+    for step in range(3):
+        engine.backward(mean_square(engine, batch(step)))
+        engine.step()
+    sizes = sorted(block.numel for block in gatherer.blocks)
+    del gatherer._launch
+    engine.destroy()
+    return most, sum(sizes[-2:])
+
+
+def test_two_blocks_are_gathered_at_most_when_none_is_kept(ranks) -> None:
+    for most, two in ranks(most_gathered):
+        assert 0 < most <= two
+
+
 def stale_graph() -> None:
     torch.manual_seed(0)
     engine = start(Borrow(), 3)

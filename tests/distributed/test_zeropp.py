@@ -22,6 +22,7 @@ from deepspeed.comm.blockwise import INT4, INT8
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.harness.models import SPECS
 from tests.harness.parity import Case, assert_same_training
+from tests.harness.width import wide
 
 FORCED: dict[str, Any] = {
     "stage3_max_live_parameters": 0,
@@ -99,7 +100,7 @@ def weights(engine: Any) -> list[Tensor]:
 # ---- hpZ: the numbers of plain stage 3 -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ("odd", "tied", "lora", "unused", "embeddings"))
+@pytest.mark.parametrize("model", ("odd", wide("tied"), "lora", wide("unused"), wide("embeddings")))
 def test_secondary_shards_change_no_bit(pool: Any, model: str) -> None:
     cases = [
         Case(3, precision, 2, 0.5, model=model, steps=3, zero={"zero_hpz_partition_size": 2, **zero})
@@ -341,6 +342,7 @@ def converged(zero: dict[str, Any]) -> float:
     return float(total) / 20 / dist.get_world_size()
 
 
+@pytest.mark.wide  # 200 steps; the same comparison is benchmarks/zeropp_convergence.py
 def test_convergence_within_one_percent(pool: Any) -> None:
     plain, packed, fed_back = (
         pool.run(4, converged, zero)[0]

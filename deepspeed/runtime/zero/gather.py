@@ -5,7 +5,8 @@ unpacking it in backward) *fetches* its block. Then the policy runs:
 
     keep      while all gathered elements fit ``max_live``, blocks stay until their values change. Above it the least
               recently used go first, and blocks whose next use is farther than ``max_reuse`` go at once.
-    prefetch  the blocks that the last window used next are launched, up to ``prefetch`` elements in flight.
+    prefetch  the blocks that the last window used next are launched, up to ``prefetch`` elements in flight; above
+              ``max_live`` only the very next one, so that two blocks are the least that is ever gathered.
 
 Invariants:
 - Which blocks are fetched, prefetched and released follows from the order of uses and the options alone, so ranks that
@@ -229,8 +230,9 @@ class ParamGatherer:
                 if block.pending is None and block is not self._current:
                     return  # already here: what follows it is its own prefetch's matter
                 continue
-            if block.numel > room:
-                return
+            crowded = self._live_numel + block.numel > self.options.max_live
+            if block.numel > room or (crowded and self._in_flight):
+                return  # beyond the limit, one block may be on its way
             room -= block.numel
             self._launch(block)
             self._in_flight.append(block)

@@ -17,6 +17,7 @@ from tests.distributed.checkpoint import runs
 from tests.distributed.checkpoint.test_layouts import STATE_KEYS, link, load_run, same_full, save_run, two_groups
 from tests.distributed.checkpoint.test_resume import unbroken_and_resumed
 from tests.harness.pool import WorkerPool
+from tests.harness.width import wide
 
 FORCED = {
     "stage3_max_live_parameters": 0,
@@ -31,21 +32,21 @@ LAMB = {"type": "Lamb", "params": {"lr": 1e-2}}  # looks at whole tensors: none 
 @pytest.mark.parametrize(
     ("world", "precision", "top"),
     (
-        (1, "fp32", {}),
+        wide(1, "fp32", {}),
         (1, "bf16", {}),
         (2, "fp32", {}),
         (2, "fp32", {"zero": FORCED, "optimizer": LAMB}),
         (2, "bf16", {"zero": FORCED, "gradient_accumulation_steps": 2}),
         (2, "bf16", {"optimizer": runs.SGD}),
         (3, "fp16", {"zero": FORCED}),
-        (4, "bf16", {"zero": FORCED}),
+        wide(4, "bf16", {"zero": FORCED}),
     ),
 )
 def test_resume_is_exact(pool: WorkerPool, tmp_path: Path, world: int, precision: str, top: dict[str, Any]) -> None:
     pool.run(world, unbroken_and_resumed, str(tmp_path), runs.config(3, precision, **top), 4, 2)
 
 
-@pytest.mark.parametrize("stages", ((3, 3, 3, 3), (3, 1, 3, 0), (2, 3, 0, 3)))
+@pytest.mark.parametrize("stages", (wide((3, 3, 3, 3)), (3, 1, 3, 0), wide((2, 3, 0, 3))))
 def test_a_chain_of_ranks_and_stages_equals_one_rank(pool: WorkerPool, tmp_path: Path, stages: tuple[int, ...]) -> None:
     folders = [str(tmp_path / name) for name in "abc"]
     pool.run(4, link, stages[0], None, folders[0], 0, 3)
@@ -63,10 +64,10 @@ def test_a_chain_of_ranks_and_stages_equals_one_rank(pool: WorkerPool, tmp_path:
     (
         ("fp32", (3, 3, FORCED), (2, 2, {})),
         ("bf16", (2, 2, {}), (3, 3, FORCED)),
-        ("bf16", (2, 3, {}), (1, 0, {})),
-        ("fp32", (1, 0, {}), (2, 3, {})),
-        ("bf16", (1, 3, {}), (2, 3, FORCED)),
-        ("fp16", (2, 3, FORCED), (2, 1, {})),
+        wide("bf16", (2, 3, {}), (1, 0, {})),
+        wide("fp32", (1, 0, {}), (2, 3, {})),
+        wide("bf16", (1, 3, {}), (2, 3, FORCED)),
+        wide("fp16", (2, 3, FORCED), (2, 1, {})),
         ("bf16", (2, 3, FORCED), (2, 3, {"stage3_param_persistence_threshold": 20, "reduce_bucket_size": 64})),
     ),
 )
