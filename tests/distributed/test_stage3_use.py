@@ -412,7 +412,8 @@ def most_gathered() -> tuple[int, int]:
     """The most elements gathered at once, in flight included, and the two largest blocks."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(6)])
-    limits = {key: value for key, value in FORCED.items() if key != "stage3_prefetch_bucket_size"}
+    # A layer is a block, and the prefetch is what it is by default.
+    limits = {**FORCED, "reduce_bucket_size": DIM * (DIM + 1), "stage3_prefetch_bucket_size": 50_000_000}
     engine = start(model, 3, zero_optimization={"stage": 3, **limits})
     gatherer, most = engine.sharded_module.gatherer, 0
     launch = gatherer._launch

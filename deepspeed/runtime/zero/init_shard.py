@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm.pending import Pending
-from deepspeed.comm.scatter import scatter
+from deepspeed.comm.send_pieces import scatter
 from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
 from deepspeed.runtime.zero.historical_params import attach_whole
 from deepspeed.runtime.zero.init_patch import constructing, innermost

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.scatter import scatter
+from deepspeed.comm.send_pieces import scatter
 from tests.harness.pool import on_ranks
 
 

@@ -28,7 +28,9 @@ def live_bytes() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for candidate in gc.get_objects():
-        if isinstance(candidate, torch.Tensor) and candidate.device.type == "cpu" and candidate.layout is torch.strided:
+        # Plain ones alone: a compiler that ran earlier in this process leaves tensors without memory.
+        plain = type(candidate) in (torch.Tensor, torch.nn.Parameter)
+        if plain and candidate.device.type == "cpu" and candidate.layout is torch.strided:
             tensors = [candidate, candidate.grad] if candidate.is_leaf else [candidate]
             for tensor in tensors:
                 if tensor is not None:
