@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.runtime.zero.apart import in_transform
 from deepspeed.runtime.zero.fetch_trace import NEVER, FetchTrace
 from deepspeed.runtime.zero.layout import Segment
 from deepspeed.runtime.zero.param_block import ParamBlock
@@ -156,7 +157,7 @@ class ParamGatherer:
         """Around a forward of the module: parameters may be gathered, and graphs do not keep them gathered."""
         self.depth += 1
         try:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not in_transform():  # transforms refuse saved-tensor hooks
                 with self.tracking():
                     yield
             else:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from deepspeed.comm import collectives
+from deepspeed.runtime.zero.apart import apart
 from deepspeed.runtime.zero.historical_params import BlockReference, ZeroParamStatus, attach, detach
 from deepspeed.runtime.zero.routes import GatherRoute, SecondaryShard
 from deepspeed.runtime.zero.sharded_parameter import guard_class, placeholder
@@ -73,7 +75,7 @@ class ParamBlock:
     ) -> None:
         """``route``: how it is gathered; default: exactly, over ``process_group``."""
         self.places = list(places)
-        self.shard = shard
+        self.shard = shard.data  # a version counter of its own, not that of all blocks of an optimizer group
         self.process_group, self.rank, self.world = process_group, rank, world
         self.index = index  # names the block in collectives: the same on every rank
         self.persistent = persistent
@@ -91,6 +93,7 @@ class ParamBlock:
         self.owner: Any = None  # the gatherer that fetches and releases it
         self.on_write: Callable[[set[int]], None] | None = None  # positions whose values the user changed
         self._address = 0
+        self._gathered_version = -1  # of the shard, when ``full`` last took its values, or it those of ``full``
         self._classes = [type(place.param) for place in self.places]
         self._guards = [guard_class(cls) for cls in self._classes]
         self._versions = [0] * len(self.places)
@@ -117,7 +120,7 @@ class ParamBlock:
             return ZeroParamStatus.INFLIGHT
         return ZeroParamStatus.AVAILABLE if self.bound else ZeroParamStatus.NOT_AVAILABLE
 
-    @torch.no_grad()
+    @apart
     def hide(self) -> None:
         """Parameters let go of their data: shape, dtype and device stay, values are out of reach."""
         self.bound = False
@@ -128,7 +131,7 @@ class ParamBlock:
             param.__class__ = guard
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
-    @torch.no_grad()
+    @apart
     def launch(self, *, exact: bool = False) -> None:
         """Start the all-gather of this block; ``exact``: of the shards' very values. Collective."""
         assert self.full is None, "a block is gathered once at a time"
@@ -137,6 +140,7 @@ class ParamBlock:
         near = self.secondary
         if near is not None and near.holds(self.generation) and not (exact and near.rounded):
             self.rounded = near.rounded
+            self._gathered_version = self.shard._version
             self.pending = near.gather(full, what=self.explain, key=self.index + 1)
         else:
             self.pending = self._gather(exact=exact, async_op=True)
@@ -144,11 +148,12 @@ class ParamBlock:
     def _gather(self, *, exact: bool, async_op: bool) -> collectives.Pending:
         assert self.full is not None
         self.rounded = not exact and self.route.rounds(self.shard.dtype)
+        self._gathered_version = self.shard._version
         return self.route.gather(
             self.full, self.shard, exact=exact, what=self.explain, async_op=async_op, key=self.index + 1
         )
 
-    @torch.no_grad()
+    @apart
     def make_exact(self) -> None:
         """A full buffer that a packed gather has filled takes the shards' very values. Collective if it has."""
         self.arrive()
@@ -166,7 +171,7 @@ class ParamBlock:
             live_buffers[self._address] = self
         return self.full
 
-    @torch.no_grad()
+    @apart
     def bind(self) -> None:
         """Give every parameter its data, once it is here."""
         full = self.arrive()
@@ -222,7 +227,7 @@ class ParamBlock:
         live_buffers.pop(self._address, None)
         self.full = None
 
-    @torch.no_grad()
+    @apart
     def refresh(self, *, async_op: bool) -> collectives.Pending:
         """All-gather again into the buffer that is there, after the shards have changed. Collective."""
         assert self.full is not None
@@ -237,12 +242,14 @@ class ParamBlock:
         assert self.full is not None
         return self.full.as_strided(place.shape, place.stride, place.start)
 
-    @torch.no_grad()
+    @apart
     def absorb(self, *, everything: bool = False) -> set[int]:
         """Take weights that the user has changed while they were gathered into the shard; their positions.
 
-        An edit is seen by the version counter or, when ``param.data`` was assigned, by its address. Every rank is
-        taken to have made the same edit, as in data-parallel training without sharding.
+        An edit is seen by the version counter or, when ``param.data`` was assigned, by its address. Writes into
+        ``param.data`` move neither: a shard that was not written to itself takes all of its elements as they are, and
+        only masters of another dtype do not notice, as at stages 0 to 2. Every rank is taken to have made the same
+        edit, as in data-parallel training without sharding.
         """
         if not self.bound:
             return set()
@@ -257,12 +264,22 @@ class ParamBlock:
             self.take_back(position)
             changed.add(position)
         self.written(changed)
+        if not self.rounded and self.shard._version == self._gathered_version:
+            self.shard.copy_(self.full.narrow(0, self.rank * self.shard.numel(), self.shard.numel()))
+            self._gathered_version = self.shard._version
         return changed
+
+    def absorb_if_edited(self, offset: int) -> None:
+        """:meth:`absorb` where the parameter at ``offset`` of the full buffer was edited since the last look."""
+        if self.bound:
+            position = max(bisect_right(self.places, offset, key=lambda place: place.start) - 1, 0)
+            if self.places[position].param._version != self._versions[position]:
+                self.absorb()
 
     def _address_of(self, place: Place) -> int:
         return self._address + place.start * self.shard.element_size()
 
-    @torch.no_grad()
+    @apart
     def take_back(self, position: int) -> None:
         """Copy a parameter whose data may lie elsewhere into the full buffer, and bind it there again."""
         place = self.places[position]
@@ -283,15 +300,18 @@ class ParamBlock:
             param.data = view
         self._versions[position] = param._version
 
-    @torch.no_grad()
+    @apart
     def written(self, positions: set[int]) -> None:
         """The full buffer has new values at ``positions``: the shard follows, and so do masters."""
         if not positions:
             return
         assert self.full is not None
+        in_step = self.shard._version == self._gathered_version
         for position in positions:  # not the whole piece: other elements of a packed gather are rounded
             start, elements = self.own(position)
             elements.copy_(self.full.narrow(0, self.places[position].start + start, elements.numel()))
+        if in_step:
+            self._gathered_version = self.shard._version
         self.changed(positions)
 
     def changed(self, positions: set[int]) -> None:
@@ -321,7 +341,7 @@ class ParamBlock:
             return 0, self.shard.narrow(0, 0, 0)
         return low - place.start, self.shard.narrow(0, low - self.rank * piece, high - low)
 
-    @torch.no_grad()
+    @apart
     def write_own(self, position: int, fill: Callable[[torch.Tensor, int], None]) -> None:
         """Every rank sets its own elements of a parameter that is not bound: ``fill(elements, start)``; local."""
         if self.full is not None:  # its buffer would be stale
@@ -336,7 +356,7 @@ class ParamBlock:
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @apart
     def dissolve(self, *, whole: bool) -> None:
         """Make plain parameters of its parameters again: whole ones (collective), or empty ones."""
         if whole and self.full is None:
@@ -358,7 +378,7 @@ class ParamBlock:
         self.owner = self.process_group = self.on_write = None  # an old graph may still hold the block
         self.route = GatherRoute(None)
 
-    @torch.no_grad()
+    @apart
     def remove(self, params: Sequence[nn.Parameter]) -> None:
         """Forget ``params``, which another block has taken over; without any left, the block lets go of its shard."""
         gone = {id(param) for param in params}

@@ -172,8 +172,8 @@ class ShardedModule:
             if sharded is not None and sharded._scopes:
                 sharded._scopes.pop().close()
 
-        self._handles.append(self.module.register_forward_pre_hook(_untraced(enter), prepend=True))
-        self._handles.append(self.module.register_forward_hook(_untraced(leave), always_call=True))
+        self._handles.append(self.module.register_forward_pre_hook(_Hook(enter), prepend=True))
+        self._handles.append(self.module.register_forward_hook(_Hook(leave), always_call=True))
         inside: set[nn.Module] = set()
         for part in self.module.modules():
             if part in inside:
@@ -202,7 +202,7 @@ class ShardedModule:
             for tensor in _tensors_with_graph(output):
                 tensor.register_hook(lambda grad: fetch(module, ()))
 
-        self._handles.append(leaf.register_forward_hook(_untraced(follow)))
+        self._handles.append(leaf.register_forward_hook(_Hook(follow)))
 
     def _fetch_hook(self, params: Sequence[nn.Parameter]) -> Callable[[nn.Module, Any], None]:
         blocks = list({id(block): weakref.ref(block) for param in params if (block := block_of(param))}.values())
@@ -217,7 +217,7 @@ class ShardedModule:
                 wanted += [block for param in external_parameters(module) if (block := block_of(param)) is not None]
             into.fetch_many(wanted)
 
-        return _untraced(fetch)
+        return _Hook(fetch)
 
     def remove_hooks(self) -> None:
         for handle in self._handles:
@@ -242,12 +242,30 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
     return list(module.__dict__.get("_ds_external", {}).values())
 
 
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook`` as a function that torch.compile calls and does not trace: it changes what parameters are.
+class _Hook:
+    """A hook that torch.compile calls and does not trace, since it changes what parameters are.
 
-    This loads the compiler, which every torch optimizer does when it is made.
+    It stays with its module: in a copy or pickle of that, whose parameters are whole, it does nothing.
+
+    Making one loads the compiler, which every torch optimizer does when it is made.
     """
-    return torch.compiler.disable(hook)
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._run = torch.compiler.disable(hook)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def __reduce__(self) -> Any:  # copy.deepcopy asks it too
+        return _idle_hook, ()
+
+
+def _do_nothing(*args: Any) -> None:
+    """What is left of a :class:`_Hook` in a copy."""
+
+
+def _idle_hook() -> Callable[..., None]:
+    return _do_nothing
 
 
 def _tensors_with_graph(value: object) -> Iterator[torch.Tensor]:
