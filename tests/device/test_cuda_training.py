@@ -43,7 +43,7 @@ def plain(dtype: torch.dtype) -> list[torch.Tensor]:
     return [param.detach().float() for param in low.parameters()]
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=["fp32", "bf16"])
 def test_training_equals_plain_torch(stage: int, dtype: torch.dtype):
     config = {
