@@ -43,7 +43,7 @@ def _pack(tensor: torch.Tensor) -> Any:
         return tensor
     if block is None or block.full is None or block.full.dtype is not tensor.dtype:
         return tensor
-    block.absorb_if_edited(tensor.storage_offset())  # edited since the gather: the note is of the new values
+    block.absorb_if_edited(int(tensor.storage_offset()))  # edited since the gather: the note is of the new values
     return _Note(block, tensor)
 
 
