@@ -6,7 +6,7 @@ unpacking it in backward) *fetches* its block. Then the policy runs:
     keep      while all gathered elements fit ``max_live``, blocks stay until their values change. Above it the least
               recently used go first, and blocks whose next use is farther than ``max_reuse`` go at once.
     prefetch  the blocks that the last window used next are launched, up to ``prefetch`` elements in flight; above
-              ``max_live`` only the very next one, so that two blocks are the least that is ever gathered.
+              ``max_live`` only the very next one: with 0, two blocks at most are gathered at any time.
 
 Invariants:
 - Which blocks are fetched, prefetched and released follows from the order of uses and the options alone, so ranks that
@@ -333,10 +333,6 @@ class ParamGatherer:
     def live_numel(self) -> int:
         """Elements gathered or in flight now."""
         return self._live_numel
-
-    def live_bytes(self) -> int:
-        """Bytes of full buffers on this rank now."""
-        return sum(block.full.nbytes for block in self._live.values() if block.full is not None)
 
     def destroy(self, *, whole: bool) -> None:
         """Give every parameter back: whole (collective), or empty."""

@@ -124,7 +124,7 @@ class BackwardWatch:
 
     def watch_outputs(self, outputs: object) -> None:
         """Notice a plain ``loss.backward()`` through these outputs as soon as it starts."""
-        for tensor in _tensors_with_graph(outputs):
+        for tensor in tensors_with_graph(outputs):
             tensor.register_hook(_OutputHook(self))
 
     def new_window(self) -> None:
@@ -152,13 +152,14 @@ class _OutputHook:
             watch._begin_raw()
 
 
-def _tensors_with_graph(value: object) -> Iterator[torch.Tensor]:
+def tensors_with_graph(value: object) -> Iterator[torch.Tensor]:
+    """The tensors with a graph in ``value`` (nested dicts, lists and tuples of them)."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad and value.grad_fn is not None:
             yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors_with_graph(item)
+            yield from tensors_with_graph(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_with_graph(item)
+            yield from tensors_with_graph(item)

@@ -165,6 +165,16 @@ def estimate_zero2_model_states_mem_needs_all_live(
     )
 
 
+def print_heading(num_gpus_per_node: int, num_nodes: int, model: str) -> None:
+    """The lines above a table of estimates; ``model`` says in words what is estimated."""
+    nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+    ranks = f"{num_gpus_per_node} GPU{'s' if num_gpus_per_node > 1 else ''} per node"
+    print("Estimated memory needed for params, optim states and gradients for a:")
+    print(f"HW: Setup with {nodes}, {ranks}.")
+    print(f"SW: Model with {model}.")
+    print("  per CPU  |  per GPU |   Options")
+
+
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int,
     num_gpus_per_node: int = 1,
@@ -175,12 +185,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     model_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Print the estimates for a number of parameters with and without offload."""
-    nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
-    ranks = f"{num_gpus_per_node} GPU{'s' if num_gpus_per_node > 1 else ''} per node"
-    print("Estimated memory needed for params, optim states and gradients for a:")
-    print(f"HW: Setup with {nodes}, {ranks}.")
-    print(f"SW: Model with {total_params / 1e6:.0f}M total params, stage {stage}, {str(model_dtype).split('.')[-1]}.")
-    print("  per CPU  |  per GPU |   Options")
+    model = f"{total_params / 1e6:.0f}M total params, stage {stage}, {str(model_dtype).split('.')[-1]}"
+    print_heading(num_gpus_per_node, num_nodes, model)
     for cpu_offload in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(
             total_params,

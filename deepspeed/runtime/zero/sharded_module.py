@@ -23,6 +23,7 @@ from torch import nn
 from deepspeed.comm.group_facts import facts_of
 from deepspeed.runtime.zero.block_cut import CutOptions, cut, number_atoms, persistent_params
 from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
+from deepspeed.runtime.zero.hooks import tensors_with_graph
 from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.param_block import ParamBlock, Place
 from deepspeed.runtime.zero.routes import GatherRoute
@@ -199,7 +200,7 @@ class ShardedModule:
 
         # In backward too, every rank fetches all of a leaf's blocks, whichever of them its own graph needs.
         def follow(module: nn.Module, args: Any, output: Any) -> None:
-            for tensor in _tensors_with_graph(output):
+            for tensor in tensors_with_graph(output):
                 tensor.register_hook(lambda grad: fetch(module, ()))
 
         self._handles.append(leaf.register_forward_hook(_Hook(follow)))
@@ -266,15 +267,3 @@ def _do_nothing(*args: Any) -> None:
 
 def _idle_hook() -> Callable[..., None]:
     return _do_nothing
-
-
-def _tensors_with_graph(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad and value.grad_fn is not None:
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_with_graph(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_with_graph(item)

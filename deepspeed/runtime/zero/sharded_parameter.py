@@ -13,9 +13,9 @@ Gathering by itself stops at that last line because a gather is collective: read
 logging line, would make that rank wait for the others. ``param.data`` and ``param.detach()`` outside of training give
 a :class:`ShardedData`, which carries the metadata on and treats a read of its values in the same way.
 
-So no use of a parameter sees a wrong value, whoever owns it and wherever it stands: outside its module, in recomputed
+So no read of a parameter sees a wrong value, whoever owns it and wherever it stands: outside its module, in recomputed
 or user-written autograd functions, in loss terms. Code that takes the pointer in C++ without going through torch's
-dispatch is served by the modules' forward hooks (``parameter_offload.py``), and else finds NaN.
+dispatch is served by the modules' forward hooks (``sharded_module.py``), and else finds NaN.
 
 The swap of the class costs nothing while a parameter is gathered: it is a plain parameter then.
 """

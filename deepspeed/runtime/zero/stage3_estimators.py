@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from deepspeed.runtime.zero.memory_estimators import ModelStateBytes, model_state_bytes
+from deepspeed.runtime.zero.memory_estimators import ModelStateBytes, model_state_bytes, print_heading
 
 __all__ = [
     "estimate_zero3_model_states_mem_needs",
@@ -105,15 +105,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     model_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Print the estimates for numbers of parameters with every combination of offload and ``zero_init``."""
-    nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
-    ranks = f"{num_gpus_per_node} GPU{'s' if num_gpus_per_node > 1 else ''} per node"
-    print("Estimated memory needed for params, optim states and gradients for a:")
-    print(f"HW: Setup with {nodes}, {ranks}.")
-    print(
-        f"SW: Model with {total_params / 1e6:.0f}M total params, {largest_layer_params / 1e6:.0f}M largest layer "
-        f"params, stage 3, {str(model_dtype).split('.')[-1]}."
-    )
-    print("  per CPU  |  per GPU |   Options")
+    sizes = f"{total_params / 1e6:.0f}M total params, {largest_layer_params / 1e6:.0f}M largest layer params"
+    print_heading(num_gpus_per_node, num_nodes, f"{sizes}, stage 3, {str(model_dtype).split('.')[-1]}")
     for cpu_offload, cpu_offload_params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
             host, device, _ = estimate_zero3_model_states_mem_needs(
