@@ -53,6 +53,43 @@ def weights(engine: Any) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in named.items()}
 
 
+class Momentum(nn.Module):
+    """A slow copy of a layer follows it in forward, written twice through one ``.data``, as momentum encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.slow.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        return torch.tanh(self.fast(x)) + self.slow(x)
+
+
+def follows(way: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    engine = start(Momentum(), way)
+    for step in range(4):
+        engine.backward(engine(batch(step)).pow(2).mean())
+        engine.step()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+def momentum() -> None:
+    whole = follows("whole")
+    for way in ("kept", "released"):
+        found = follows(way)
+        for name, value in whole.items():
+            assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), f"{way} {name}"
+
+
+def test_two_writes_through_one_alias(ranks) -> None:
+    ranks(momentum)
+
+
 class StartsInForward(nn.Module):
     """Sets a parameter from its first batch, as ActNorm and quantisers do."""
 

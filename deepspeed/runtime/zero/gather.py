@@ -67,6 +67,7 @@ class ParamGatherer:
         self._in_flight: list[ParamBlock] = []  # prefetched, as far as not waited for yet
         self._refreshing: list[Any] = []
         self._held_in_backward: list[ParamBlock] = []
+        self._strays: list[ParamBlock] = []  # released while somebody held a view of their buffer
 
     def add(self, block: ParamBlock) -> None:
         """Take charge of a released block."""
@@ -106,6 +107,8 @@ class ParamGatherer:
         if block is not self._current:
             self._current = block
             self.trace.use(block.index)
+        if self._strays:
+            self._strays = [stray for stray in self._strays if not stray.drop_stray()]
         if block.full is None:
             self._make_room(block)
             self._launch(block)
@@ -242,6 +245,8 @@ class ParamGatherer:
     def _release(self, block: ParamBlock, *, drop_edits: bool = False) -> None:
         block.release(drop_edits=drop_edits)
         self.dropped(block)
+        if block.stray is not None:
+            self._strays.append(block)
         if block is self._current:
             self._current = None
 
@@ -339,7 +344,7 @@ class ParamGatherer:
         self.finish_refresh()
         for block in self.blocks:
             block.dissolve(whole=whole)
-        self.blocks, self._live, self._current = [], OrderedDict(), None
+        self.blocks, self._strays, self._live, self._current = [], [], OrderedDict(), None
         self.sizes.clear()
         self._live_numel = 0
 

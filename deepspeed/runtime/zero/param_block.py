@@ -54,6 +54,8 @@ class Place:
         return math.prod(self.shape)
 
 
+_USES_OF_ONE = 2  # of a storage that one tensor has: the tensor's own, and that of the Python object looked at
+
 # Full buffers by the address of their storage, of all models: what autograd's saved-tensor hook looks a tensor up in.
 live_buffers: weakref.WeakValueDictionary[int, ParamBlock] = weakref.WeakValueDictionary()
 
@@ -85,6 +87,8 @@ class ParamBlock:
         self.numel = shard.numel() * world
         self.full: torch.Tensor | None = None  # 1D, numel, the parameters' dtype
         self.bound = False  # the parameters are views of ``full``
+        self.stray: torch.Tensor | None = None  # a released buffer that somebody else still holds, and may write to
+        self._stray_state = (0, 0)  # version of the shard and generation when it agreed with the stray
         self.pending: collectives.Pending | None = None
         self.pins = 0  # GatheredParameters contexts that hold it
         self.held = False  # a graph may need its memory that our hooks do not see: keep until told
@@ -135,6 +139,8 @@ class ParamBlock:
     def launch(self, *, exact: bool = False) -> None:
         """Start the all-gather of this block; ``exact``: of the shards' very values. Collective."""
         assert self.full is None, "a block is gathered once at a time"
+        self.take_stray()
+        self.stray = None
         full = torch.empty(self.numel, dtype=self.shard.dtype, device=self.shard.device)
         self.full = full
         near = self.secondary
@@ -225,7 +231,26 @@ class ParamBlock:
         if self.secondary is not None and ours:
             self.secondary.keep(self.full, self.generation, rounded=self.rounded)
         live_buffers.pop(self._address, None)
+        if ours and not self.rounded and self.secondary is None and held_elsewhere(self.full):
+            self.stray, self._stray_state = self.full, (self.shard._version, self.generation)
         self.full = None
+
+    @apart
+    def take_stray(self) -> None:
+        """What was written into a released buffer through an alias of it (``a = w.data``) reaches the shard.
+
+        Each rank takes its own elements, unless the values have changed otherwise since (a step, another write).
+        """
+        if self.stray is not None and (self.shard._version, self.generation) == self._stray_state:
+            self.shard.copy_(self.stray.narrow(0, self.rank * self.shard.numel(), self.shard.numel()))
+            self._stray_state = (self.shard._version, self.generation)
+
+    def drop_stray(self) -> bool:
+        """Let go of the stray once nobody else holds it; True when there is none left."""
+        if self.stray is not None and not held_elsewhere(self.stray):
+            self.take_stray()
+            self.stray = None
+        return self.stray is None
 
     @apart
     def refresh(self, *, async_op: bool) -> collectives.Pending:
@@ -251,6 +276,7 @@ class ParamBlock:
         only masters of another dtype do not notice, as at stages 0 to 2. Every rank is taken to have made the same
         edit, as in data-parallel training without sharding.
         """
+        self.take_stray()
         if not self.bound:
             return set()
         assert self.full is not None
@@ -373,7 +399,7 @@ class ParamBlock:
             param.data = self.view(place).clone() if whole else torch.empty(0, dtype=param.dtype, device=param.device)
             detach(param)
         live_buffers.pop(self._address, None)
-        self.full = self.secondary = None
+        self.full = self.secondary = self.stray = None
         self.places, self._classes, self._guards, self._versions = [], [], [], []
         self.owner = self.process_group = self.on_write = None  # an old graph may still hold the block
         self.route = GatherRoute(None)
@@ -401,7 +427,7 @@ class ParamBlock:
     def drop(self) -> None:
         """Let go of all memory of a block without parameters."""
         live_buffers.pop(self._address, None)
-        self.full = self.secondary = None
+        self.full = self.secondary = self.stray = None
         self.shard, self.numel = self.shard.new_empty(0), 0
 
     def name_of(self, param: nn.Parameter) -> str:
@@ -421,6 +447,12 @@ class ParamBlock:
         names = [place.name for place in self.places]
         shown = ", ".join(names[:3]) + (f" ... {names[-1]} ({len(names)} parameters)" if len(names) > 3 else "")
         return f"gather of parameters {shown}"
+
+
+def held_elsewhere(buffer: torch.Tensor) -> bool:
+    """Whether anything but ``buffer`` itself (and this look at it) holds its storage."""
+    storage = buffer.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > _USES_OF_ONE
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
