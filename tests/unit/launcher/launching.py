@@ -20,10 +20,15 @@ _FOREIGN = (
 )  # fmt: skip
 LIMIT = 60
 # For scripts that run on several ranks: print() writes words and line end one by one, and so lines of ranks mix.
+# wait() sleeps in short naps: a signal that arrives between Python's last look for one and the system call of a long
+# sleep runs its handler only after that sleep.
 SAY = """
-import os
+import os, time
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+def wait():
+    while True:
+        time.sleep(0.05)
 """
 
 

@@ -246,7 +246,7 @@ def test_force_multi_takes_the_long_way_for_this_host(cluster: Folder) -> None:
 
 @pytest.mark.parametrize("launcher", ("pdsh", "ssh"))
 def test_ending_the_front_end_ends_the_workers_on_every_host(cluster: Folder, launcher: str) -> None:
-    script = cluster.script("wait.py", "import os, time; from say import say; say(os.getpid()); time.sleep(600)")
+    script = cluster.script("wait.py", "import os; from say import say, wait; say(os.getpid()); wait()")
     path = {"PATH": f"{cluster.path / 'bin'}:{os.environ['PATH']}"}
     with cluster.started("--hostfile", "hosts", "--launcher", launcher, script, extra=path) as process:
         assert process.stdout is not None

@@ -117,7 +117,7 @@ def test_a_run_that_ends_well_leaves_background_programs_alone(folder: Folder) -
 
 GRACEFUL = """
 import os, signal, sys, time
-from say import say
+from say import say, wait
 def finish(number, frame):
     time.sleep(0.3)
     say("rank", os.environ["RANK"], "finished after", signal.Signals(number).name)
@@ -126,8 +126,7 @@ signal.signal(signal.SIGTERM, finish)
 signal.signal(signal.SIGINT, finish)
 signal.signal(signal.SIGUSR1, lambda number, frame: say("noted"))
 say("up")
-while True:
-    time.sleep(10)
+wait()
 """
 
 
@@ -156,7 +155,7 @@ def test_default_reaction_to_a_signal_gives_the_shells_code(folder: Folder) -> N
             assert process.stdout is not None
             assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
             process.send_signal(signum)
-            assert process.wait(timeout=5) == 128 + signum
+            assert process.wait(timeout=10) == 128 + signum
 
 
 def test_second_interrupt_ends_deaf_workers_and_their_children_at_once(folder: Folder) -> None:
@@ -167,8 +166,8 @@ def test_second_interrupt_ends_deaf_workers_and_their_children_at_once(folder: F
         time.sleep(0.3)
         assert all(is_running(pid) for pid in pids)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=2) == 130
-        assert wait_until(lambda: not any(is_running(pid) for pid in pids), 0.2)
+        assert process.wait(timeout=10) == 130
+        assert wait_until(lambda: not any(is_running(pid) for pid in pids), 2.0)
 
 
 def test_deaf_workers_are_killed_when_the_grace_is_over(folder: Folder) -> None:
@@ -176,8 +175,8 @@ def test_deaf_workers_are_killed_when_the_grace_is_over(folder: Folder) -> None:
     with folder.started("--num_gpus", "1", script, "deaf", extra={"DS_LAUNCH_GRACE": "0.4"}) as process:
         pids = told_pids(process, 1)
         process.terminate()
-        assert process.wait(timeout=3) == 143
-        assert wait_until(lambda: not any(is_running(pid) for pid in pids), 0.2)
+        assert process.wait(timeout=10) == 143
+        assert wait_until(lambda: not any(is_running(pid) for pid in pids), 2.0)
 
 
 def test_children_of_a_wrapper_get_what_the_wrapper_leaves(folder: Folder) -> None:
