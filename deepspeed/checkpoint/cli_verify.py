@@ -1,0 +1,134 @@
+"""``python -m deepspeed.checkpoint verify DIR``: is every byte the one that was saved, and every element there?
+
+Sizes and CRC-32 of all files against the manifest, files the save did not write, whether ``latest`` names a whole tag,
+and whether the layout record finds every element of every tensor. A tag without a manifest (another release wrote it)
+is checked record by record by the checksums inside its archives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed.checkpoint import contents, names, reader
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.manifest import read_manifest, wrong_checksums, wrong_sizes
+
+DAMAGED = 1
+
+
+@dataclass
+class Verdict:
+    """What was found about one tag folder. Problems make it damaged, notes do not."""
+
+    folder: Path
+    files: int = 0
+    nbytes: int = 0
+    tensors: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder), "files": self.files, "nbytes": self.nbytes, "tensors": self.tensors,
+            "problems": self.problems, "notes": self.notes,
+        }  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", type=Path, help="checkpoint folder or tag folder")
+    parser.add_argument("--tag", help="tag in the checkpoint folder (default: the one `latest` names)")
+    parser.add_argument("--all", action="store_true", help="every tag of the checkpoint folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    verdicts = [verify(folder) for folder in chosen_folders(options.dir, options.tag, options.all)]
+    damaged = any(verdict.problems for verdict in verdicts)
+    if options.json:
+        print(json.dumps({"ok": not damaged, "tags": [verdict.facts() for verdict in verdicts]}, indent=1))
+        return DAMAGED if damaged else 0
+    for verdict in verdicts:
+        state = "DAMAGED" if verdict.problems else "ok"
+        print(f"{verdict.folder}: {state}, {verdict.files} files, {verdict.nbytes:,} bytes, {verdict.tensors} tensors")
+        for line in verdict.problems:
+            print(f"  {line}")
+        for line in verdict.notes:
+            print(f"  note: {line}")
+    return DAMAGED if damaged else 0
+
+
+def chosen_folders(path: Path, tag: str | None, everything: bool) -> list[Path]:
+    """Tag folders to look at. Raises CheckpointError when there are none."""
+    if not everything:
+        folder = contents.tag_folder(path, tag)
+        if not folder.is_dir():
+            where = reader.describe(folder.parent)
+            raise CheckpointError(f"there is no tag {folder.name!r} in {folder.parent}; {where}")
+        return [folder]
+    found = [path / name for name in reader.tags_in(path)]
+    if not found:
+        raise CheckpointError(f"{reader.describe(path)}: there is no tag in it")
+    return found
+
+
+def verify(folder: Path) -> Verdict:
+    """Everything that can be said about one tag folder."""
+    verdict = Verdict(folder)
+    present = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    verdict.notes += [f"{name} is a file of an unfinished save" for name in present if names.is_partial_file(name)]
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        verdict.problems.append(str(error))
+        return verdict
+    if manifest is None:
+        verdict.notes.append(f"there is no {names.MANIFEST}: checked by the checksums inside the archives")
+        ours = [name for name in present if names.is_checkpoint_file(name)]
+        verdict.problems += [line for name in ours for line in torn_records(folder / name)]
+    else:
+        ours = [name for name in present if name in manifest.files]
+        verdict.problems += wrong_sizes(folder, manifest)
+        verdict.problems += wrong_checksums(folder, manifest, [n for n in ours if right_size(folder, manifest, n)])
+        for name in present:
+            if name not in manifest.files and name != names.MANIFEST and names.is_checkpoint_file(name):
+                verdict.problems.append(f"{name} looks like a checkpoint file, but this save did not write it")
+    verdict.files, verdict.nbytes = len(ours), sum((folder / name).stat().st_size for name in ours)
+    if not verdict.problems:
+        check_elements(verdict)
+    return verdict
+
+
+def right_size(folder: Path, manifest: Any, name: str) -> bool:
+    return not wrong_sizes(folder, manifest, [name])
+
+
+def torn_records(path: Path) -> Iterator[str]:
+    """One line when ``path`` is an archive with damaged records, or none at all."""
+    if path.suffix != ".pt":
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError) as error:
+        yield f"{path.name} cannot be read: {error}"
+        return
+    if damaged is not None:
+        yield f"{path.name} is damaged: record {damaged} has another checksum than was saved"
+
+
+def check_elements(verdict: Verdict) -> None:
+    """Open the tag and look every element of every tensor up."""
+    try:
+        saved = contents.open_tag(verdict.folder)
+        saved.model_files()
+        if saved.shards:
+            saved.optim_files()
+        verdict.tensors = sum(item.shape is not None for item in contents.items(saved))
+    except (CheckpointError, ValueError) as error:
+        verdict.problems.append(str(error))

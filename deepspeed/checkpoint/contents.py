@@ -1,0 +1,134 @@
+"""What a saved tag holds, item by item, whatever layout it has: weights, buffers, masters and optimizer state by name.
+
+Nothing is read until an item's elements are asked for, so going through a checkpoint takes memory for one tensor.
+
+Owns: the walk. Does not own: finding elements (``index.py``), opening files (``reader.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import index as indexing
+from deepspeed.checkpoint import names, reader
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.weights import ShardedWeight
+from deepspeed.runtime.zero.state_dict import FLAT, SCALAR
+
+PARAMETER, FROZEN, BUFFER, TIED = "parameter", "frozen", "buffer", "tied"
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One saved value. ``what``: ``weight``, ``fp32`` (master) or the key of an optimizer state.
+
+    ``extents`` say where its elements lie; a value that is not a tensor has no shape.
+    """
+
+    name: str
+    what: str
+    role: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    extents: tuple[indexing.Extent, ...]
+
+    def value(self) -> Any:
+        """The value itself, put together in host memory where it lies in several pieces."""
+        first = self.extents[0]
+        if first.kind != FLAT:
+            return first.whole()
+        assert self.shape is not None
+        if len(self.extents) == 1 and first.value.dtype == self.dtype:
+            return first.elements().reshape(self.shape)
+        made = torch.empty(self.shape, dtype=self.dtype)
+        indexing.copy_into(made, self.extents, 0)
+        return made
+
+
+def tag_folder(path: Path, tag: str | None = None) -> Path:
+    """The tag folder ``path`` means: itself, or its ``tag`` (default: the one ``latest`` names). Opens nothing.
+
+    Raises CheckpointError that lists what is there when it means none.
+    """
+    if tag is None and _is_tag_folder(path):
+        return path.resolve()
+    tag = reader.read_latest(path) if tag is None else names.check_tag(tag)
+    if tag is None:
+        raise CheckpointError(
+            f"{reader.describe(path)}: neither a tag folder nor a checkpoint folder with a {names.LATEST} file; "
+            "give a tag folder, or --tag"
+        )
+    return path / tag
+
+
+def open_tag(path: Path, tag: str | None = None) -> reader.SavedTag:
+    """The tag ``path`` means, see :func:`tag_folder`. Raises CheckpointError when it cannot be opened."""
+    folder = tag_folder(path, tag)
+    return reader.SavedTag(folder.parent, folder.name)
+
+
+def _is_tag_folder(path: Path) -> bool:
+    return (path / names.MANIFEST).is_file() or any(path.glob(f"*{keys.MODEL_FILE_SUFFIX}"))
+
+
+def items(saved: reader.SavedTag) -> Iterator[Item]:
+    """Everything saved by name, in the order of the module's state, each parameter followed by its optimizer state.
+
+    Raises CheckpointError for elements that are nowhere.
+    """
+    listed = set()
+    first: dict[Any, str] = {}
+    buffers = set(saved.model.get(keys.BUFFER_NAMES) or ())
+    for name, value in saved.module_state().items():
+        held = name in saved.parameters
+        if isinstance(value, (torch.Tensor, ShardedWeight)):
+            tied = first.setdefault(_identity(value), name) != name
+            role = TIED if tied and not held else BUFFER if name in buffers else PARAMETER if held else FROZEN
+            yield weight_item(saved, name, value, role)
+        if held:
+            listed.add(name)
+            yield from optimizer_items(saved, name)
+    for name in saved.parameters:
+        if name not in listed:  # not in the module's state: kept by the optimizer alone
+            yield from optimizer_items(saved, name)
+
+
+def _identity(value: torch.Tensor | ShardedWeight) -> Any:
+    """Equal for tied names alone: they are one tensor in the file."""
+    if isinstance(value, ShardedWeight) or not value.numel():
+        return id(value)
+    return value.data_ptr(), tuple(value.shape), value.dtype
+
+
+def weight_item(saved: reader.SavedTag, name: str, value: torch.Tensor | ShardedWeight, role: str) -> Item:
+    """The weight or buffer ``name`` of the module's state."""
+    shape = tuple(value.shape)
+    if isinstance(value, ShardedWeight):
+        extents = tuple(value.cover(0, math.prod(shape)))
+    else:
+        plain = indexing.Extent(saved.model_file, f"{keys.MODULE}.{name}", 0, 0, value.numel(), FLAT, value)
+        extents = (plain,)
+    return Item(name, indexing.WEIGHT, role, shape, value.dtype, extents)
+
+
+def optimizer_items(saved: reader.SavedTag, name: str) -> Iterator[Item]:
+    """Master and optimizer state of the parameter ``name``."""
+    held = saved.parameters[name]
+    numel = math.prod(held.shape)
+    for what in sorted(saved.index.kinds(name, 0, numel), key=lambda what: (what != indexing.MASTER, what)):
+        extents = tuple(saved.index.cover(name, what, 0, numel))
+        if not extents:
+            continue
+        first = extents[0]
+        tensor = isinstance(first.value, torch.Tensor)
+        shape = held.shape if first.kind == FLAT else () if first.kind == SCALAR else None
+        if shape is None and tensor:
+            shape = tuple(first.value.shape)
+        yield Item(name, what, PARAMETER, shape, first.value.dtype if tensor else None, extents)
