@@ -6,8 +6,8 @@ Owns: the formula of each stage, the measurement, the verdict. Does not own: any
 API is used, so the same code measures deepspeed 0.19.8 where its environment exists (see `peers.py`).
 
 How it measures. Each rank trains a stack of square Linear layers on one row of input for a few steps, so that
-activations are about a thousandth of the weights. torch's profiler records every allocation and every release of the
-process from before the model exists, and the highest sum inside a step is the peak: nothing that lives between two
+activations are about a thousandth of the weights. torch's allocator counts the bytes in use over all threads, and its
+profiler records that count at every allocation; the highest inside a step is the peak: nothing that lives between two
 samples is missed, temporary or not. It contains what the formula does not: buckets, temporary copies, allocations of
 the collectives. Between the phases (forward, backward, step) the distinct storages of all live tensors are summed as
 well; both ways must agree there.
@@ -20,6 +20,7 @@ as large as a bucket here.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -164,41 +165,60 @@ def build_engine(case: Case) -> Any:
     return deepspeed.initialize(model=torch.nn.Sequential(*layers), config=config)[0]
 
 
-def run_steps(case: Case, mark: str) -> list[tuple[str, dict[int, int]]]:
-    """A few steps. Returns (phase, live storages at its end), beginning with the phase before the model exists."""
+def run_steps(case: Case, mark: str) -> list[int]:
+    """A few steps, each phase under its name in the profile. Returns the bytes of all live storages after each phase,
+    beginning with the one before the model exists."""
     import torch
     from torch.profiler import record_function
 
+    walked = []
+
+    def walk() -> None:
+        walked.append(sum(live_storages().values()))
+        torch.empty(1)  # so that the allocator's count is on record here
+
     gc.collect()
     with record_function(f"{mark}before"):
-        torch.empty(1)  # so that the phase has an entry in the allocation record
-    walked = [("before", live_storages())]
-    engine = build_engine(case)
+        walk()
+    with record_function(f"{mark}build"):
+        engine = build_engine(case)
+    walk()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     row = torch.randn(1, case.width, dtype=dtype)
     for _ in range(STEPS):
         with record_function(f"{mark}forward"):
             loss = engine(row).float().square().mean()
-        walked.append(("forward", live_storages()))
+        walk()
         with record_function(f"{mark}backward"):
             engine.backward(loss)
-        walked.append(("backward", live_storages()))
+        walk()
         with record_function(f"{mark}step"):
             engine.step()
-        walked.append(("step", live_storages()))
-    engine.destroy()
+        walk()
+    with record_function(f"{mark}end"):
+        engine.destroy()
     return walked
 
 
-def read_trace(events: list[dict[str, Any]], mark: str, walked: list[dict[int, int]]) -> list[tuple[str, int, int]]:
-    """Per phase whose name begins with `mark`, in order of time: (name, highest bytes inside it, bytes at its end).
+def count_in_all_threads() -> None:
+    """Have torch's allocator count what every thread allocates and releases, not only those that are profiled.
 
-    The record lacks releases by other threads: under load one of gloo's may be the last to hold a tensor. So a tensor
-    also counts as released when its address is given out again, and at the end of a phase that leaves no graph when it
-    is not among the storages found by walking (`walked`, per phase).
+    A tensor of a collective may be released by gloo's own thread, where no profiler runs.
     """
-    changes = sorted(
-        (event["ts"], event["args"]["Bytes"], event["args"]["Addr"])
+    import torch
+
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def read_trace(events: list[dict[str, Any]], mark: str) -> list[tuple[str, int, int]]:
+    """Per phase whose name begins with `mark`, in order of time: (name, highest bytes inside it, bytes after it).
+
+    After it: at the last allocation before the next phase, which `run_steps` makes when it has walked.
+    Raises RuntimeError when the trace lacks phases.
+    """
+    totals = sorted(
+        (event["ts"], event["args"]["Total Allocated"])
         for event in events
         if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
     )
@@ -207,23 +227,13 @@ def read_trace(events: list[dict[str, Any]], mark: str, walked: list[dict[int, i
         for event in events
         if event.get("ph") == "X" and event.get("cat") == "user_annotation" and event["name"].startswith(mark)
     )
-    assert len(phases) == len(walked), "phases missing in the trace"
-    held: dict[int, int] = {}
-    found, at = [], 0
-    for (start, end, name), seen in zip(phases, walked, strict=True):
-        highest = 0
-        while at < len(changes) and changes[at][0] <= end:
-            when, nbytes, address = changes[at]
-            if when >= start:
-                highest = max(highest, sum(held.values()))
-            held.pop(address, None)
-            if nbytes > 0:
-                held[address] = nbytes
-            at += 1
-        highest = max(highest, sum(held.values()))
-        if name != "forward":
-            held = {address: nbytes for address, nbytes in held.items() if address in seen}
-        found.append((name, highest, sum(held.values())))
+    if not phases or phases[-1][2] != "end":
+        raise RuntimeError(f"zero_memory: the trace lacks phases of {mark!r}: found {[name for *_, name in phases]}")
+    found = []
+    for (start, end, name), (following, *_) in zip(phases, phases[1:], strict=False):
+        inside = [total for when, total in totals if start <= when <= end]
+        before = [total for when, total in totals if when < following]
+        found.append((name, max(inside, default=before[-1]), before[-1]))
     return found
 
 
@@ -236,11 +246,11 @@ def rank_main(cases: list[Case], results: Path) -> None:
     import deepspeed
 
     torch.set_num_threads(1)
-    # The record counts what this thread allocates and releases: cycles must not be collected by another one.
-    gc.disable()
+    gc.disable()  # garbage in cycles goes at the same places in every run: where we walk
+    count_in_all_threads()
     deepspeed.init_distributed(dist_backend="gloo")
     marks = [f"case {i}: " for i in range(len(cases))]
-    # One record for all cases: it counts only releases of what was allocated while it ran.
+    # One record for all cases: making one costs seconds.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         walks = [run_steps(case, mark) for case, mark in zip(cases, marks, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
@@ -249,10 +259,10 @@ def rank_main(cases: list[Case], results: Path) -> None:
         events = json.loads(trace.read_text())["traceEvents"]
     measured = []
     for walked, mark in zip(walks, marks, strict=True):
-        phases = read_trace(events, mark, [storages for _, storages in walked])
-        recorded_before, walked_before = phases[0][2], sum(walked[0][1].values())  # what the package itself keeps
-        peak, phase = max((peak - recorded_before, name) for name, peak, _ in phases[1:])
-        sums = [sum(storages.values()) - walked_before for _, storages in walked]
+        phases = read_trace(events, mark)
+        recorded_before = phases[0][2]  # what the package itself keeps
+        peak, phase = max((peak - recorded_before, name) for name, peak, _ in phases[2:])
+        sums = [total - walked[0] for total in walked]
         held = max(sums)
         errors = [abs(total - (end - recorded_before)) for total, (_, _, end) in zip(sums, phases, strict=True)]
         measured.append({"peak": peak, "peak_phase": phase, "held": held, "walk_error": max(errors)})
