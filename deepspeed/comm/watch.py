@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +42,8 @@ _POLL_S = 0.5
 _MAX_REQUESTS_PER_S = 4000
 _COLLECT_S = 2.0
 _STORE_TIMEOUT_S = 10.0
+# A report older than this was not made for the call that fails now: the program caught the first error and went on.
+_FRESH_S = 10.0
 
 _ADVICE = (
     "All ranks of a group must start the same collectives in the same order. Usual causes: a branch, an early exit or "
@@ -52,11 +54,18 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Report:
-    """What the collecting rank found out."""
+    """What the collecting rank found out. ``at``: when it came to be known here (monotonic seconds)."""
 
     rank: int
     headline: str
     lines: tuple[str, ...]
+    at: float = field(default_factory=time.monotonic, compare=False)
+
+    @property
+    def age(self) -> str:
+        """`` 40 s ago`` for a report that is about an earlier call; empty for a fresh one."""
+        seconds = time.monotonic() - self.at
+        return f" {seconds:.0f} s ago" if seconds > _FRESH_S else ""
 
 
 class Watch:
@@ -258,7 +267,10 @@ def failure(waiter: Waiter, cause: BaseException | None, limit_s: float) -> Coll
     report = _watch.tell_failure(own[: activity.MAX_TEXT])
     if cause is None:
         first = "another rank" if report is None else f"rank {report.rank}"
-        reason = f"given up, because {first} has reported a failure"
+        age = report.age if report is not None else ""
+        reason = f"given up, because {first} has reported a failure{age}"
+        if age:
+            reason += "; after a failed collective the ranks are not known to be in step: begin a new process group"
         if report is None and _watch.host_is_gone():
             reason = "given up, because the process of rank 0 has ended"
     return _build_error(waiter, _watch.rank, reason, report)
@@ -270,9 +282,11 @@ def _build_error(waiter: Waiter, rank: int, reason: str, report: Report | None) 
         others.append("unknown: " + _why_unknown())
     else:
         if report.rank != rank:
-            others.append(f"rank {report.rank}, which reported first: {report.headline}")
+            others.append(f"rank {report.rank}, which reported first{report.age}: {report.headline}")
         others += [line for line in report.lines if not line.startswith(f"rank {rank}: ")]
     text = f"rank {rank}: {activity.describe_call(waiter)}: {reason}.\nWhat the other ranks were doing:\n"
+    if report is not None and report.age:
+        text = text.replace("were doing:", f"were doing at the failure{report.age}:")
     text += "\n".join(f"  {line}" for line in others)
     text += "\n" + (activity.advice_of(waiter) or _ADVICE)
     return CollectiveError(

@@ -24,6 +24,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.optimizer_protocol import EngineOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy, cast_floating
+from deepspeed.runtime.scheduler_step import refuse_step_without
 from deepspeed.runtime.summary import describe
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.logging import log_dist
@@ -240,6 +241,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.accumulation.finish_micro_step()
 
     def _boundary_step(self, optimizer: EngineOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        if self.lr_scheduler is not None:
+            refuse_step_without(self.lr_scheduler, lr_kwargs)
         divisor = self.accumulation.loss_divisor
         if divisor > 1 and self._window_mode != "managed":
             optimizer.grad_multiplier = 1.0 / divisor
@@ -288,6 +291,13 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         return self.checkpoint
 
     # ---- module behaviour ------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DeepSpeedEngine holds process groups and cannot be copied, pickled or passed to torch.save. Save it "
+            "with engine.save_checkpoint; copy the model as copy.deepcopy(engine.module) (at stage 3 inside "
+            "deepspeed.zero.GatheredParameters(engine.module.parameters()))"
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Contract with clients: engine.<attribute of the model> works. Only the module is asked.
@@ -468,8 +478,13 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
-        if self.checkpoint is not None:
-            self.checkpoint.close()
+        try:
+            if self.checkpoint is not None:
+                self.checkpoint.close()
+        finally:  # a save in the background may have failed: that is raised, after everything has been given back
+            self._give_back()
+
+    def _give_back(self) -> None:
         self.callbacks.fire("on_destroy", self)
         if self.zero_optimizer is not None:
             self.zero_optimizer.destroy()

@@ -331,3 +331,30 @@ def engines_in_a_loop(give_back: bool) -> int:
 @pytest.mark.parametrize(("give_back", "left"), ((True, 0), (False, 1)))
 def test_at_most_the_last_engine_of_a_loop_stays_alive(pool: WorkerPool, give_back: bool, left: int) -> None:
     assert max(pool.run(2, engines_in_a_loop, give_back)) <= left
+
+
+def plateau_and_copies(stage: int) -> None:
+    """ReduceLROnPlateau without its metric changes nothing and says what to pass; engines are not copied."""
+    module = build()
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    config = {name: value for name, value in settings(stage).items() if name != "optimizer"}
+    engine = start(config, module, optimizer=optimizer, lr_scheduler=schedule)
+    x, y = batch(0, dist.get_rank())
+    engine.backward(F.mse_loss(engine(x), y))
+    with pytest.raises(TypeError, match=r"ReduceLROnPlateau\.step needs metrics; nothing was updated.*lr_kwargs"):
+        engine.step()
+    assert engine.global_steps == 0
+    for metric in (1.0, 2.0):
+        engine.step(lr_kwargs={"metrics": metric})
+        engine.backward(F.mse_loss(engine(x), y))
+    assert engine.get_lr() == [LR / 2]
+    with pytest.raises(TypeError, match=r"save_checkpoint.*engine\.module"):
+        copy.deepcopy(engine)
+    with pytest.raises(TypeError, match="cannot be copied, pickled"):
+        torch.save(engine, io.BytesIO())
+    engine.destroy()
+
+
+def test_schedules_that_need_a_metric_and_copies_of_the_engine(pool: WorkerPool) -> None:
+    pool.run(2, plateau_and_copies, 1)

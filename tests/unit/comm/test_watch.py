@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import activity, stream_waits
 from deepspeed.comm.errors import CollectiveError
-from deepspeed.comm.watch import Watch
+from deepspeed.comm.watch import Report, Watch, _build_error
 
 
 @pytest.fixture
@@ -121,6 +121,22 @@ def test_device_collectives_count_as_stuck_only_near_their_limit(monkeypatch: py
     assert stream_waits.find_stuck() is calls[1]
     stream_waits.forget()
     assert stream_waits.find_stuck() is None
+
+
+def test_a_report_of_long_ago_is_dated() -> None:
+    """A program that caught the first error and went on must not read it as news of the call that fails now."""
+    facts = SimpleNamespace(name="default", size=2, rank=0)
+    waiter = SimpleNamespace(
+        name="all_reduce", nbytes=4, sequence=1644, facts=facts, describe_what=lambda: "", describe_advice=lambda: ""
+    )
+    lines = ("rank 1: failed in reduce_scatter (call 901)",)
+    fresh = str(_build_error(waiter, 0, "given up", Report(1, "failed in reduce_scatter (call 901)", lines)))
+    assert "were doing:" in fresh
+    assert " ago" not in fresh
+    old = Report(1, "failed in reduce_scatter (call 901)", lines, at=time.monotonic() - 60)
+    text = str(_build_error(waiter, 0, "given up", old))
+    assert "were doing at the failure 60 s ago:" in text
+    assert "rank 1, which reported first 60 s ago: failed in reduce_scatter (call 901)" in text
 
 
 def test_the_error_keeps_its_facts_across_processes() -> None:
