@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.width import wide
+
 TIMEOUT_S = 240  # seconds; a few when the machine is idle
 TINY = ("--width", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--context", "32")
 
@@ -47,7 +49,7 @@ def end(process: subprocess.Popen[str]) -> str:
             process.communicate()
 
 
-@pytest.mark.parametrize("flags", ([], ["--stage", "1", "--dtype", "bf16"]), ids=("as it comes", "stage 1, bf16"))
+@pytest.mark.parametrize("flags", ([], wide(["--stage", "1", "--dtype", "bf16"])), ids=("as it comes", "stage 1, bf16"))
 def test_it_trains_resumes_exactly_and_reports(quickstart: Path, text: Path, flags: list[str]) -> None:
     process = start(quickstart, text, "--steps", "8", *flags)
     output = end(process)
