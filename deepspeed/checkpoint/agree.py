@@ -24,8 +24,15 @@ def gather(value: Any, what: str) -> list[Any]:
     return everyone
 
 
-def together(doing: str, work: Callable[[], T], share: Callable[[T], Any] | None = None) -> tuple[T, list[Any]]:
+def together(
+    doing: str,
+    work: Callable[[], T],
+    share: Callable[[T], Any] | None = None,
+    gather: Callable[[Any, str], list[Any]] = gather,
+) -> tuple[T, list[Any]]:
     """Run ``work`` on every rank. Returns its result here, and what ``share`` makes of the result on each rank.
+
+    ``gather``: how the ranks hear of each other.
 
     Raises CheckpointError, the same on all ranks, when ``work`` raised anywhere; its cause is this rank's own error.
     """

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from deepspeed.checkpoint import names
+from deepspeed.checkpoint import direct, names
 from deepspeed.utils.torch_file import TorchFile, Written
 
 # A folder in transit whose owner cannot be asked is dead when nothing in it has changed for this long.
@@ -57,13 +57,13 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_torch(path: Path, content: TorchFile) -> Written:
+def write_torch(path: Path, content: TorchFile, how: direct.Writing = direct.PLAIN) -> Written:
     """Write ``content`` to ``path`` atomically; returns size and checksum, and checks the size on disk.
 
     Raises OSError.
     """
-    with written_aside(path) as file:
-        written = content.write(file)
+    with written_aside(path) as file, direct.writer(file, content.nbytes, how) as target:
+        written = content.write(target)
     found = path.stat().st_size
     if found != written.nbytes:
         raise OSError(errno.EIO, f"{written.nbytes} bytes were written, the file has {found}", str(path))

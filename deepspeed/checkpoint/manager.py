@@ -7,49 +7,35 @@ Both are collective over all ranks. Every step ends in an agreement (``agree.py`
 error, and up to the last step nothing that was there before has changed: no file on saving, no tensor on loading.
 
 Owns: the order of these steps and the rules about tags. Does not own: content (``writer.py``, ``restore.py``,
-``engine_state.py``), atomicity (``durable.py``), validity (``manifest.py``).
+``engine_state.py``), what follows once a save is agreed on (``publish.py``), doing that beside training
+(``background.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import agree, durable, engine_state, export, names, reader, restore, trusted, writer
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.background import BackgroundSaver
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.manifest import Manifest, complete_tags, is_complete
-from deepspeed.git_version_info import version
+from deepspeed.checkpoint.publish import Publication, SaveJob, SaveRequest
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.utils.logging import logger
-from deepspeed.utils.torch_file import TorchFile, Written
+from deepspeed.utils.torch_file import TorchFile
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-_SPARE_NBYTES = 1 << 20  # archive overhead, manifest and scripts beside the data
-_SCRIPTS_FOLDER = Path(__file__).resolve().parent.parent / "utils"
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """What one rank brings to the first agreement of a save."""
-
-    tag: str
-    token: str
-    nbytes: int
-    leader: bool
-
 
 class CheckpointManager:
-    """See the module docstring. Holds no tensors and no files between calls."""
+    """See the module docstring. Holds no files between calls, and no tensors but a kept copy for background saves."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine: Any = engine
@@ -58,13 +44,27 @@ class CheckpointManager:
         self.config = engine._config.checkpoint
         self.storage = create_checkpoint_engine(engine._config)
         if not self.config.checkpoint_serialization:
+        self.publication = Publication(self.rank, self.world, self._leads(), self.config)
+        self.background: BackgroundSaver | None = None
+        if self.config.writer is not None and self.config.writer.decoupled:
+            self.background = BackgroundSaver(
+                for_device=engine.device.type != "cpu", expected_nbytes=self._expected_nbytes
+            )
+            engine.callbacks.add(self.background)
             self._say("checkpoint.checkpoint_serialization=false has no effect: files are always zip archives")
 
     def close(self) -> None:
-        """Forget the engine. Nothing is pending: saves are complete when they return."""
+        """Wait for the save under way, if there is one, and forget the engine. Raises the failure of that save."""
         self.storage.cleanup()
         self.engine = None
 
+        if self.background is not None:
+            self.background.close()
+
+    def _expected_nbytes(self) -> int:
+        """What this rank would copy for a save of the state as it is."""
+        contents = writer.contents(self.engine, self.rank, {}, False, self._writes_model())
+        return sum(TorchFile(content).room_nbytes for content in contents.values())
     # ---- save ------------------------------------------------------------------------------------------------------
 
     def save(
@@ -77,8 +77,9 @@ class CheckpointManager:
     ) -> bool:
         """Write everything an exact resume needs to ``save_dir/tag`` (default tag: ``global_step{N}``).
 
-        When it returns, the checkpoint is complete and on disk, on every rank's account; True. Raises ValueError for
-        an empty folder or a tag that is refused, KeyError for a reserved key in ``client_state``, CheckpointError (the
+        When it returns, the checkpoint is complete and on disk, on every rank's account; True. With
+        ``checkpoint.writer.decoupled`` it returns after a copy (``background.py``). Raises ValueError for an empty
+        folder or a tag that is refused, KeyError for a reserved key in ``client_state``, CheckpointError (the
         same on all ranks) when writing failed anywhere; then what was there before is untouched.
         """
         if not os.fspath(save_dir):
@@ -87,6 +88,8 @@ class CheckpointManager:
         text = names.check_tag(names.DEFAULT_TAG.format(self.engine.global_steps) if tag is None else tag)
         extra = self._own_client_state(client_state or {})
         files, requests = agree.together(
+        if self.background is not None:
+            self.background.wait(say=self.rank == 0)
             f"saving checkpoint {text!r} to {folder}",
             lambda: self._prepare(extra, exclude_frozen_parameters),
             lambda made: SaveRequest(text, durable.new_token(), sum(f.nbytes for f in made.values()), self._leads()),
@@ -193,6 +196,8 @@ class CheckpointManager:
         return {name: written for rank in ranks for name, written in reports[rank].items()}
 
     def _publish(self, folder: Path, tag: str, token: str, files: dict[str, Written], save_latest: bool) -> None:
+        if self.background is not None:
+            self.background.settle()  # what is being written may be what is asked for
         if not self._leads():
             return
         final = folder / tag

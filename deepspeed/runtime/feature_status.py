@@ -54,6 +54,10 @@ def _stage3(test: Callable[[Any], bool]) -> Callable[[ConfigSections], bool]:
     return lambda sections: _zero(sections).stage == 3 and test(_zero(sections))
 
 
+def _writer(test: Callable[[Any], bool]) -> Callable[[ConfigSections], bool]:
+    return lambda sections: sections.checkpoint.writer is not None and test(sections.checkpoint.writer)
+
+
 def _offloads(block: Any) -> bool:
     return block is not None and block.device != "none"
 
@@ -147,7 +151,13 @@ MISSING_FEATURES: tuple[MissingFeature, ...] = (
         "remove it or set weight_quantization.enabled to false",
     ),
     _row("checkpoint.load_universal", lambda s: s.checkpoint.load_universal, "universal checkpoints", "use false"),
-    _row("checkpoint.writer", lambda s: s.checkpoint.writer is not None, "the fast checkpoint writer", "remove it"),
+    _row("checkpoint.writer.type", _writer(lambda w: w.type == "MOCK"), "writing nothing", "use FAST or PYTHON"),
+    _row(
+        "checkpoint.writer.data_parallel",
+        _writer(lambda w: w.data_parallel is not None),
+        "several ranks writing one file (each writes its own)",
+        "remove it",
+    ),
     _switch("nebula", "Nebula checkpoints"),
     _row("datastates_ckpt", lambda s: s.datastates_ckpt is not False, "DataStates checkpoints", "remove it"),
 )

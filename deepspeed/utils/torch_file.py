@@ -26,6 +26,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from deepspeed.utils.host_buffer import RunCopier, round_up
+
 _PIECE_NBYTES = 8 << 20  # bytes handled at a time: checksum and write share the cache, device copies stay small
 _ALIGN = 64
 _ROOT = "archive"
@@ -190,6 +192,28 @@ class TorchFile:
         """Bytes of the tensors and the pickle; the archive adds a few hundred bytes per storage."""
         return len(self.pickled) + sum(pack.nbytes for pack in self.packs)
 
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes :meth:`move_to` takes."""
+        return sum(_rounded(pack.nbytes) for pack in self.packs)
+
+    def move_to(self, room: torch.Tensor) -> None:
+        """Copy every storage into ``room`` (1D uint8, host), so that the tensors may change before the file is written.
+
+        Packs of several parts become one part; ``room`` must live until then.
+        """
+        copier, offset = RunCopier(), 0
+        for pack in self.packs:
+            own = room[offset : offset + pack.nbytes].view(pack.dtype)
+            start = 0
+            for part in pack.parts:
+                copier.add(own[start : start + part.numel()], part)
+                start += part.numel()
+            pack.parts = [own]
+            offset += _rounded(pack.nbytes)
+        copier.finish()
+        self._obj = None
+
     def write(self, file: BinaryIO) -> Written:
         """Write the archive to ``file`` (seekable, at its start)."""
         archive = _Archive(file)
@@ -199,6 +223,10 @@ class TorchFile:
             archive.add(f"data/{key}", pack.nbytes, _pieces(pack), aligned=True)
         archive.add("version", 2, [b"3\n"])
         return archive.finish()
+
+
+def _rounded(nbytes: int) -> int:
+    return round_up(nbytes, _ALIGN)
 
 
 def save(obj: Any, file: BinaryIO) -> Written:

@@ -14,26 +14,26 @@ class CheckpointWriterConfig(DeepSpeedConfigModel):
     keeps_unknown_keys = True
 
     type: Annotated[str, upper_word("MOCK", "PYTHON", "FAST")] = "FAST"
-    """File writer: MOCK writes nothing, PYTHON is plain file I/O, FAST uses double-buffered asynchronous I/O.
-    Example: "PYTHON"."""
+    """File writer: FAST writes large files past the page cache, one buffer filling while others are written; PYTHON is
+    plain file I/O; MOCK writes nothing. Example: "PYTHON"."""
 
     io_buffer_size: Annotated[Size, Field(gt=0)] = 67_108_864
-    """Bytes of the pinned write buffer. Example: 134217728."""
+    """Bytes of the write buffer, all parts together. Example: 134217728."""
 
     io_buffer_double: Flag = True
     """Fill one half of the buffer while the other is written. Example: false."""
 
     show_statistics: Flag = False
-    """Print write speeds. Example: true."""
+    """Log bytes, seconds and speed of every save. Example: true."""
 
     data_parallel: Annotated[str, upper_word("REPLICA", "SOCKET", "MACHINE")] | None = None
     """Ranks that share the writing of one file. Example: "REPLICA"."""
 
     decoupled: Flag = False
-    """Write from a separate process while training goes on. Example: true."""
+    """Write beside training: saving returns after a copy into a kept host buffer. Example: true."""
 
     io_multiplier: Annotated[Integer, Field(gt=0)] = 1
-    """Writers per rank. Example: 2."""
+    """Buffers per rank (times two with `io_buffer_double`), each written by a thread of its own. Example: 2."""
 
 
 class CheckpointParallelWriteConfig(DeepSpeedConfigModel):
@@ -66,7 +66,8 @@ class CheckpointConfig(DeepSpeedConfigModel):
     """Use torch's zip file format. Example: false."""
 
     writer: CheckpointWriterConfig | None = None
-    """Choose the fast or decoupled writer. Example: {"type": "FAST"}."""
+    """How files are written; absent: FAST with a small buffer, complete when saving returns.
+    Example: {"decoupled": true}."""
 
     keep_last: Annotated[Integer, Field(ge=1)] | None = None
     """Keep only this many newest checkpoints in a folder, deleting older ones once a newer one is complete;

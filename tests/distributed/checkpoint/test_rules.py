@@ -699,7 +699,7 @@ def test_size_on_disk_is_the_state(pool: WorkerPool, tmp_path: Path, stage: int,
 
 
 def growth_body(folder: str) -> tuple[int, int]:
-    module = nn.Sequential(nn.Embedding(runs.VOCABULARY, 1024), nn.Linear(1024, 1024), nn.Linear(1024, runs.VOCABULARY))
+    module = nn.Sequential(nn.Embedding(runs.VOCABULARY, 1536), nn.Linear(1536, 1536), nn.Linear(1536, runs.VOCABULARY))
     engine = runs.start(runs.config(2), module=module)
     train(engine, 0, 1)
     seen = []

@@ -319,7 +319,8 @@ ASKS: dict[str, dict] = {
     "compression_training": {"compression_training": {"layer_reduction": {"enabled": True}}},
     "weight_quantization": {"weight_quantization": {"num_bits": 4}},
     "checkpoint.load_universal": {"checkpoint": {"load_universal": True}},
-    "checkpoint.writer": {"checkpoint": {"writer": {"type": "FAST"}}},
+    "checkpoint.writer.type": {"checkpoint": {"writer": {"type": "MOCK"}}},
+    "checkpoint.writer.data_parallel": {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}},
     "nebula.enabled": {"nebula": {"enabled": True}},
     "datastates_ckpt": {"datastates_ckpt": None},
 }

@@ -1,0 +1,184 @@
+"""Saving beside training: what is saved is the moment of the call, and its end is heard of by all ranks alike."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.checkpoint import runs
+from tests.harness.pool import WorkerPool, _free_port
+from tests.harness.project import ROOT
+from tests.harness.width import product
+
+DECOUPLED = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """No file is opened for writing before the event is set."""
+    from deepspeed.checkpoint import durable
+
+    go, plain = threading.Event(), durable.open_for_writing
+
+    def waiting(path: Path) -> Any:
+        assert go.wait(60)
+        return plain(path)
+
+    durable.open_for_writing = waiting
+    try:
+        yield go
+    finally:
+        go.set()
+        durable.open_for_writing = plain
+
+
+def overwritten_body(folder: str, stage: int, precision: str) -> None:
+    rank = dist.get_rank()
+    engine = runs.start(runs.config(stage, precision, **DECOUPLED))
+    for index in range(3):
+        runs.step(engine, index, rank)
+    saved = runs.snapshot(engine)
+    with held_back() as go:
+        assert engine.save_checkpoint(folder, tag="a", client_state={"epoch": 3}) is True
+        for index in range(3, 6):  # everything that was saved changes before a byte is written
+            runs.step(engine, index, rank)
+        assert [entry.name for entry in Path(folder).iterdir() if not entry.name.startswith(".")] == []
+        go.set()
+        later = runs.snapshot(engine)
+        engine.save_checkpoint(folder, tag="b")
+        engine.destroy()
+    for tag, expected in (("a", saved), ("b", later)):
+        other = runs.start(runs.config(stage, precision), seed=9)
+        _, client_state = other.load_checkpoint(folder, tag=tag)
+        runs.same(expected, runs.snapshot(other))
+        assert client_state.get("epoch") == (3 if tag == "a" else None)
+        other.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), daily=lambda *row: row in ((0, "fp32"), (2, "bf16"), (3, "fp32"))),
+)
+def test_the_moment_of_the_call_is_saved(pool: WorkerPool, tmp_path: Path, stage: int, precision: str) -> None:
+    pool.run(2, overwritten_body, str(tmp_path), stage, precision)
+    assert (tmp_path / "latest").read_text() == "b"
+
+
+def failing_body(folder: str, rank: int, name: str) -> tuple[int, str]:
+    from deepspeed.checkpoint import CheckpointError, durable
+
+    engine = runs.start(runs.config(2, **DECOUPLED))
+    runs.step(engine, 0, dist.get_rank())
+    engine.save_checkpoint(folder, tag="good")
+    engine.checkpoint.background.wait()
+    saved = runs.snapshot(engine)
+    plain = durable.open_for_writing
+
+    def failing(path: Path) -> Any:
+        if dist.get_rank() == rank and name in path.name:
+            raise OSError(5, "Input/output error", str(path))
+        return plain(path)
+
+    durable.open_for_writing = failing
+    engine.save_checkpoint(folder, tag="bad")
+    told: list[tuple[int, str]] = []
+    try:
+        for index in range(1, 60):
+            try:
+                runs.step(engine, index, dist.get_rank())
+            except CheckpointError as error:
+                told.append((index, str(error)))
+                runs.step(engine, index, dist.get_rank())  # the failure has been told: training may go on
+                break
+    finally:
+        durable.open_for_writing = plain
+    engine.load_checkpoint(folder)
+    assert engine.loaded_checkpoint_tag == "good"
+    runs.same(saved, runs.snapshot(engine))
+    engine.save_checkpoint(folder, tag="next")
+    engine.destroy()
+    (found,) = told
+    return found
+
+
+@pytest.mark.parametrize(("rank", "name"), ((1, "optim_states"), (0, "manifest")))
+def test_a_failure_is_raised_by_all_ranks_at_one_step(pool: WorkerPool, tmp_path: Path, rank: int, name: str) -> None:
+    first, second = pool.run(2, failing_body, str(tmp_path), rank, name)
+    assert first == second
+    assert f"rank {rank}" in first[1]
+    assert "Input/output error" in first[1]
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["good", "next"]
+
+
+def waiting_body(folder: str) -> None:
+    from deepspeed.checkpoint import CheckpointError, durable
+
+    engine = runs.start(runs.config(1, "bf16", **DECOUPLED))
+    runs.step(engine, 0, dist.get_rank())
+    saver = engine.checkpoint.background
+    with held_back() as go:
+        engine.save_checkpoint(folder, tag="a")
+        buffer = saver._buffer.nbytes
+        timer = threading.Timer(0.3, go.set)
+        timer.start()
+        engine.save_checkpoint(folder, tag="b")  # waits for the one before: memory is bounded
+        timer.join()
+        assert saver._buffer.nbytes == buffer
+        assert (Path(folder) / "a" / "manifest.json").exists()
+    engine.load_checkpoint(folder, tag="b")  # waits for it
+    runs.step(engine, 1, dist.get_rank())
+    plain = durable.open_for_writing
+    durable.open_for_writing = lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device", str(path)))
+    try:
+        engine.save_checkpoint(folder, tag="c")
+        with pytest.raises(CheckpointError, match="No space left"):
+            engine.destroy()
+    finally:
+        durable.open_for_writing = plain
+    assert engine.checkpoint is None
+    engine.destroy()
+
+
+def test_later_calls_wait(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, waiting_body, str(tmp_path))
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["a", "b"]
+
+
+SCRIPT = """
+    import sys, time
+    import torch
+    import deepspeed
+    from deepspeed.checkpoint import durable
+
+    plain = durable.open_for_writing
+    durable.open_for_writing = lambda path: (time.sleep(0.1), plain(path))[1]
+    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
+                "checkpoint": {"writer": {"decoupled": True}}, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(1024, 1280), config=settings)
+    engine.backward(engine(torch.ones(1, 1024)).sum())
+    engine.step()
+    engine.save_checkpoint(sys.argv[1], tag="last")
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    meeting = f"--rdzv_endpoint=127.0.0.1:{_free_port()}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", meeting]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "saved")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "saved" / "latest").read_text() == "last"
+    assert (tmp_path / "saved" / "last" / "manifest.json").exists()
