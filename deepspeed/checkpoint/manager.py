@@ -43,7 +43,6 @@ class CheckpointManager:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.config = engine._config.checkpoint
         self.storage = create_checkpoint_engine(engine._config)
-        if not self.config.checkpoint_serialization:
         self.publication = Publication(self.rank, self.world, self._leads(), self.config)
         self.background: BackgroundSaver | None = None
         if self.config.writer is not None and self.config.writer.decoupled:
@@ -51,13 +50,13 @@ class CheckpointManager:
                 for_device=engine.device.type != "cpu", expected_nbytes=self._expected_nbytes
             )
             engine.callbacks.add(self.background)
+        if not self.config.checkpoint_serialization:
             self._say("checkpoint.checkpoint_serialization=false has no effect: files are always zip archives")
 
     def close(self) -> None:
         """Wait for the save under way, if there is one, and forget the engine. Raises the failure of that save."""
         self.storage.cleanup()
         self.engine = None
-
         if self.background is not None:
             self.background.close()
 
@@ -65,6 +64,7 @@ class CheckpointManager:
         """What this rank would copy for a save of the state as it is."""
         contents = writer.contents(self.engine, self.rank, {}, False, self._writes_model())
         return sum(TorchFile(content).room_nbytes for content in contents.values())
+
     # ---- save ------------------------------------------------------------------------------------------------------
 
     def save(
@@ -87,29 +87,28 @@ class CheckpointManager:
         folder = Path(save_dir)
         text = names.check_tag(names.DEFAULT_TAG.format(self.engine.global_steps) if tag is None else tag)
         extra = self._own_client_state(client_state or {})
-        files, requests = agree.together(
         if self.background is not None:
             self.background.wait(say=self.rank == 0)
+        files, requests = agree.together(
             f"saving checkpoint {text!r} to {folder}",
             lambda: self._prepare(extra, exclude_frozen_parameters),
             lambda made: SaveRequest(text, durable.new_token(), sum(f.nbytes for f in made.values()), self._leads()),
         )
         text = self._agreed_tag(requests)
-        doing = f"saving checkpoint {text!r} to {folder}"
-        token = requests[0].token
-        final = folder / text
-        aside = durable.saving_folder(final, token)
-        try:
-            _, reports = agree.together(
-                doing, lambda: self._write(files, aside, sum(request.nbytes for request in requests)), lambda done: done
-            )
-            agree.together(
-                doing, lambda: self._publish(folder, text, token, self._merged(reports, requests), save_latest)
-            )
-        except CheckpointError:
-            if self._leads():
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
+        job = SaveJob(folder, text, files, requests, save_latest, int(self.engine.global_steps))
+        background = self.background
+        if background is None:
+            self.publication.carry_out(job, agree.gather)
+            return True
+
+        def copy() -> None:
+            room = background.room(sum(content.room_nbytes for content in files.values()))
+            for content in files.values():
+                content.move_to(room)
+                room = room[content.room_nbytes :]
+
+        agree.together(job.doing, copy)
+        background.start(job.doing, lambda gather: self.publication.carry_out(job, gather))
         return True
 
     def _own_client_state(self, client_state: dict[str, Any]) -> dict[str, Any]:
@@ -177,66 +176,6 @@ class CheckpointManager:
             self._say(f"{message}; all of them save under {tags[0]!r}, the tag of rank 0")
         return tags[0]
 
-    def _write(self, files: dict[str, TorchFile], aside: Path, total: int) -> dict[str, Written]:
-        if self._leads():
-            aside.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(aside).free
-            if free < total + _SPARE_NBYTES:
-                raise CheckpointError(f"{aside.parent} has {free:,} bytes free, the checkpoint needs {total:,}")
-        aside.mkdir(parents=True, exist_ok=True)
-        return {name: durable.write_torch(aside / name, content) for name, content in files.items()}
-
-    def _merged(self, reports: list[dict[str, Written]], requests: list[SaveRequest]) -> dict[str, Written]:
-        """Every file of the folder this rank publishes."""
-        ranks = range(self.world)
-        if self.config.use_node_local_storage:
-            leaders = [rank for rank in ranks if requests[rank].leader and rank <= self.rank]
-            following = [rank for rank in ranks if requests[rank].leader and rank > self.rank]
-            ranks = range(leaders[-1] if leaders else 0, following[0] if following else self.world)
-        return {name: written for rank in ranks for name, written in reports[rank].items()}
-
-    def _publish(self, folder: Path, tag: str, token: str, files: dict[str, Written], save_latest: bool) -> None:
-        if self.background is not None:
-            self.background.settle()  # what is being written may be what is asked for
-        if not self._leads():
-            return
-        final = folder / tag
-        aside = durable.saving_folder(final, token)
-        siblings = complete_tags(final.parent)
-        number = 1 + max((number for number, _ in siblings), default=0)
-        Manifest(files, number, int(self.engine.global_steps), self.world, version).write(aside)
-        durable.publish_folder(aside, final, token)
-        if not is_complete(final):
-            raise CheckpointError(f"{final} is not complete right after it was written: is another job saving there?")
-        if any(names.parse_optim_file(name) for name in files):
-            self._copy_scripts(folder)
-        if save_latest:
-            durable.write_text(folder / names.LATEST, tag)
-        self._retain(final, token, save_latest)
-        durable.clear_leftovers(final.parent, is_complete)
-
-    @staticmethod
-    def _copy_scripts(folder: Path) -> None:
-        for name in names.RECOVERY_SCRIPTS:
-            text = (_SCRIPTS_FOLDER / name).read_text()
-            target = folder / name
-            if not target.exists() or target.read_text(errors="replace") != text:
-                durable.write_text(target, text)
-                target.chmod(target.stat().st_mode | 0o100)
-
-    def _retain(self, final: Path, token: str, save_latest: bool) -> None:
-        """Delete the oldest complete tags beyond ``checkpoint.keep_last``, never the one ``latest`` names."""
-        keep = self.config.keep_last
-        if keep is None:
-            return
-        found = [tag for _, tag in complete_tags(final.parent) if tag != final.name]
-        pointed = None
-        with contextlib.suppress(ValueError):
-            pointed = reader.read_latest(final.parent)
-        for tag in found[: max(0, len(found) + 1 - keep)]:
-            if tag != pointed:
-                durable.delete_folder(final.parent / tag, tag, token)
-
     # ---- load ------------------------------------------------------------------------------------------------------
 
     def load(
@@ -256,6 +195,8 @@ class CheckpointManager:
         with a warning that says what the folder holds. Raises CheckpointError (the same on all ranks, engine
         untouched) when the tag or one of its files is missing or damaged or does not fit the model.
         """
+        if self.background is not None:
+            self.background.settle()  # what is being written may be what is asked for
         folder = Path(load_dir)
         wanted = None if tag is None else names.check_tag(tag, loading=True)
         doing = f"loading checkpoint {wanted or '(latest)'} from {folder}"
