@@ -2,7 +2,8 @@
 # environment, .venv, up to date, which takes no time when pyproject.toml and constraints.txt have not changed.
 #
 #   make demo    train a small real model on this machine (2 ranks), about 3 minutes; pass options with ARGS="..."
-#   make test    the test suite;  ARGS="tests/unit -k batch" for a part, ARGS=--wide for every row of the large tables
+#   make test    the test suite;  ARGS="tests/unit -k batch" for a part, ARGS=--wide for every row of the large tables;
+#                in LANES=2 processes, each with its own pool of ranks (LANES=0: in this one, for a debugger)
 #   make lint    ruff, import contracts, types
 #   make bench   the figures of docs/performance.md, measured here
 #   make docs    generate the config reference, check links and snippets
@@ -12,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 RANKS ?= 2
+LANES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench docs format clean
@@ -32,7 +34,7 @@ demo: $(VENV)/.installed-report
 	    --deepspeed_config examples/quickstart/ds_config.json $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(LANES) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
