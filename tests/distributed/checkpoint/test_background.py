@@ -88,17 +88,24 @@ def failing_body(folder: str, rank: int, name: str) -> tuple[int, str]:
             raise OSError(5, "Input/output error", str(path))
         return plain(path)
 
-    durable.open_for_writing = failing
-    engine.save_checkpoint(folder, tag="bad")
     told: list[tuple[int, str]] = []
     try:
-        for index in range(1, 60):
-            try:
-                runs.step(engine, index, dist.get_rank())
-            except CheckpointError as error:
-                told.append((index, str(error)))
-                runs.step(engine, index, dist.get_rank())  # the failure has been told: training may go on
-                break
+        with held_back() as go:
+            waiting = durable.open_for_writing
+            durable.open_for_writing = lambda path: failing(path) if waiting(path).close() is None else None
+            engine.save_checkpoint(folder, tag="bad")
+            for index in range(1, 4):
+                runs.step(engine, index, dist.get_rank())  # nothing to tell yet
+            go.set()
+            if dist.get_rank() == 0:
+                engine.checkpoint.background.settle()  # this rank knows before the other one may
+            for index in range(4, 2000):
+                try:
+                    runs.step(engine, index, dist.get_rank())
+                except CheckpointError as error:
+                    told.append((index, str(error)))
+                    runs.step(engine, index, dist.get_rank())  # the failure has been told: training may go on
+                    break
     finally:
         durable.open_for_writing = plain
     engine.load_checkpoint(folder)
