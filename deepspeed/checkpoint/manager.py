@@ -25,6 +25,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.background import BackgroundSaver
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.publish import Publication, SaveJob, SaveRequest
+from deepspeed.checkpoint.universal_reader import open_tag
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.utils.logging import logger
@@ -229,13 +230,14 @@ class CheckpointManager:
         module_only: bool,
         custom_load_fn: Callable[..., Any] | None,
     ) -> LoadPlan | None:
-        tag = wanted if wanted is not None else reader.read_latest(folder)
+        tag = wanted if wanted is not None else self._latest(folder)
         if tag is None:
             return None
         engine = self.engine
         self._refuse_pinned()
         shard_rank, shards, _ = writer.shard_place(engine)
-        saved = reader.SavedTag(folder, tag, writer.model_parallel_rank(engine), shard_rank, shards)
+        mp_rank, universal = writer.model_parallel_rank(engine), self.config.load_universal
+        saved = open_tag(folder, tag, mp_rank, shard_rank, shards, universal=universal)
         optimizer = engine.zero_optimizer if not module_only else None
         wants_masters = optimizer_states or engine.zero_load_from_fp32_weights()
         shard_files: list[str] = []
@@ -261,6 +263,17 @@ class CheckpointManager:
             module_only=module_only,
         )
         return plan
+
+    def _latest(self, folder: Path) -> str | None:
+        if not self.config.load_universal:
+            return reader.read_latest(folder)
+        tag = reader.read_latest(folder, names.LATEST_UNIVERSAL)
+        if tag is None:
+            raise ValueError(
+                f"checkpoint.load_universal is true, but there is no {names.LATEST_UNIVERSAL} file and no tag was "
+                f"given. {reader.describe(folder)}"
+            )
+        return tag
 
     def _refuse_pinned(self) -> None:
         """Shards are written by loading: nobody may hold whole parameters meanwhile."""

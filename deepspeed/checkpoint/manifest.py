@@ -105,9 +105,14 @@ def is_complete(folder: Path) -> bool:
 
 
 def complete_tags(save_dir: Path) -> list[tuple[int, str]]:
-    """``(number, tag)`` of the complete tags directly in ``save_dir``, oldest first. Foreign folders are not listed."""
+    """``(number, tag)`` of the complete tags directly in ``save_dir``, oldest first.
+
+    Foreign folders are not listed, nor are universal ones: those were made on request, and no save may delete them.
+    """
     found = []
     for entry in save_dir.iterdir():
+        if (entry / names.UNIVERSAL_COMMON).exists():
+            continue
         if entry.name.startswith(".") or not entry.is_dir() or not is_complete(entry):
             continue
         manifest = read_manifest(entry)

@@ -8,6 +8,9 @@
 <save_dir>/<tag>/[bf16_]zero_pp_rank_D_mp_rank_00_optim_states.pt     masters and optimizer state of shard rank D
 <save_dir>/<tag>/rng_state_R.pt                            random states of global rank R
 <save_dir>/<tag>/manifest.json                             every file with its size and checksum; makes a tag valid
+<save_dir>/latest_universal                                name of a universal folder, text
+<universal>/zero/optimizer_state.pt                        what all parameters of a universal folder share
+<universal>/zero/<parameter>/fp32.pt exp_avg.pt step.pt .. its master and states; model states lie beside zero/
 <save_dir>/.<tag>.saving-<token>/                          a save in progress, or what a crash left of one
 <save_dir>/.<tag>.replaced-<token>/                        the old folder of a tag, for the moment of its replacement
 <save_dir>/.<tag>.deleted-<token>/                         a folder on its way out
@@ -31,6 +34,8 @@ from deepspeed.checkpoint.constants import (
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 MANIFEST = "manifest.json"
+UNIVERSAL_STATES = "zero"
+UNIVERSAL_COMMON = f"{UNIVERSAL_STATES}/optimizer_state.pt"
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 DEFAULT_TAG = "global_step{}"
 # As a tag to load: the folder given is itself the tag folder.
@@ -67,6 +72,16 @@ def optim_file(dp_rank: int, mp_rank: int, *, bf16: bool) -> str:
 def rng_file(rank: int) -> str:
     """Random states of one global rank."""
     return f"rng_state_{rank}.pt"
+
+
+def universal_file(param: str, key: str) -> str:
+    """One state of one parameter in a universal folder. Raises ValueError for names that would lead out of it."""
+    for part in (param, key):
+        if not part or part.startswith("/") or any(step in ("", ".", "..") for step in part.split("/")):
+            raise ValueError(f"{part!r} cannot be part of a path in a universal checkpoint")
+        if _BAD_IN_TAG.search(part):
+            raise ValueError(f"{part!r} holds a backslash or a control character, no universal checkpoint can hold it")
+    return f"{UNIVERSAL_STATES}/{param}/{key}.pt"
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,16 @@ from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.state_dict import FLAT, base_state_key, masters_key
 
 
-def read_latest(load_dir: Path) -> str | None:
+def read_latest(load_dir: Path, pointer: str = names.LATEST) -> str | None:
     """The tag ``latest`` names, or None when there is no such file. Raises ValueError for a tag that is refused."""
     try:
-        text = (load_dir / names.LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        text = (load_dir / pointer).read_text(encoding="utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return names.check_tag(text)
     except ValueError as error:
-        raise ValueError(f"{load_dir / names.LATEST}: {error}") from None
+        raise ValueError(f"{load_dir / pointer}: {error}") from None
 
 
 def tags_in(load_dir: Path) -> list[str]:

@@ -287,7 +287,7 @@ def _plan_fragment(
 def _check_family(optimizer: ZeroOptimizer, saved: SavedTag) -> None:
     assert saved.record is not None
     own, theirs = zero_state.optimizer_families(optimizer.optimizer), saved.record["optimizer"]
-    if not set(own) & set(theirs):
+    if theirs and not set(own) & set(theirs):  # tags of other releases may not say
         raise CheckpointError(
             f"{saved.folder} holds the state of optimizer {theirs[0]!r}, this engine runs {own[0]!r}: its state would "
             "be lost. Load with load_optimizer_states=False to start the optimizer afresh"

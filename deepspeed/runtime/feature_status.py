@@ -150,7 +150,6 @@ MISSING_FEATURES: tuple[MissingFeature, ...] = (
         "weight quantization",
         "remove it or set weight_quantization.enabled to false",
     ),
-    _row("checkpoint.load_universal", lambda s: s.checkpoint.load_universal, "universal checkpoints", "use false"),
     _row("checkpoint.writer.type", _writer(lambda w: w.type == "MOCK"), "writing nothing", "use FAST or PYTHON"),
     _row(
         "checkpoint.writer.data_parallel",

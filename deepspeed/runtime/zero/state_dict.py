@@ -111,11 +111,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def optimizer_families(base: torch.optim.Optimizer) -> list[str]:
     """Names of the classes of ``base``, most special first: two that share one can read each other's state."""
     stop = (object, torch.optim.Optimizer)
-    return [_family(cls.__name__) for cls in type(base).__mro__ if cls not in stop]
+    return [family(cls.__name__) for cls in type(base).__mro__ if cls not in stop]
 
 
-def _family(name: str) -> str:
-    """Implementations of one algorithm have one name."""
+def family(name: str) -> str:
+    """The name of the algorithm a class (or the type in a config) implements."""
     plain = name.lower().removeprefix("deepspeed")
     for prefix in ("fused", "cpu", "torch"):
         plain = plain.removeprefix(prefix)

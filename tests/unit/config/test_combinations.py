@@ -318,7 +318,6 @@ ASKS: dict[str, dict] = {
     "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
     "compression_training": {"compression_training": {"layer_reduction": {"enabled": True}}},
     "weight_quantization": {"weight_quantization": {"num_bits": 4}},
-    "checkpoint.load_universal": {"checkpoint": {"load_universal": True}},
     "checkpoint.writer.type": {"checkpoint": {"writer": {"type": "MOCK"}}},
     "checkpoint.writer.data_parallel": {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}},
     "nebula.enabled": {"nebula": {"enabled": True}},

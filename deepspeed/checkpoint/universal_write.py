@@ -1,0 +1,141 @@
+"""From a tag to a universal folder: one file for every state of every parameter, whole, whatever ranks saved it.
+
+    open and verify the tag -> plan every file -> write them aside, several at a time -> manifest, rename -> pointer
+
+Tensors go from mapped file to file a few MiB at a time, so memory does not grow with the model; only slices under
+tensor parallelism are joined in memory, one state of one parameter per worker. Workers are threads: copying, checksums
+and writing release the interpreter, and a thread is there at once where a process would first import torch.
+
+Owns: order and atomicity of a conversion. Does not own: which files there are (``universal_plan.py``), the command line
+(``ds_to_universal.py``), reading it back (``universal_reader.py``).
+Invariant: the source is only read; the output appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import durable, names
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.manifest import Manifest, is_complete
+from deepspeed.checkpoint.reader import SavedTag
+from deepspeed.checkpoint.universal_plan import FileJob, open_sources, plan_conversion
+from deepspeed.checkpoint.universal_record import UniversalRecord
+from deepspeed.git_version_info import version
+from deepspeed.utils.torch_file import TorchFile, Written
+
+_SPARE_NBYTES = 1 << 20  # model states, manifest
+_FILE_NBYTES = 2048  # of each file beside its data
+
+
+def convert(
+    source: Path,
+    output: Path,
+    *,
+    workers: int = 4,
+    stage: int | None = None,
+    strict: bool = True,
+    inject_missing_state: bool = False,
+) -> UniversalRecord:
+    """Write the universal folder ``output`` of the tag folder ``source``, and ``latest_universal`` beside it.
+
+    ``stage``: the ZeRO stage of DeepSpeed the folder is for (None: the one the tag was saved at); this release loads
+    it at any stage. Raises CheckpointError when the tag is not complete, patterns do not fit, or writing fails; then
+    what was at ``output`` before is still there.
+    """
+    _check_output(source, output)
+    sources = open_sources(source, inject_missing_state)
+    for part in sources:
+        for saved in part.slices:
+            _verify(saved, workers)
+    record, jobs = plan_conversion(sources, stage)
+    unused = [pattern for part in sources for pattern in part.patterns.unused()]
+    if strict and len(sources) == 1 and unused:
+        raise CheckpointError(
+            f"{keys.UNIVERSAL_CHECKPOINT_INFO} of {source} lists patterns that match no parameter: "
+            f"{', '.join(map(repr, unused))}; --no_strict converts all the same"
+        )
+    try:
+        _write(jobs, sources[0].first, output, workers)
+    except OSError as error:
+        raise CheckpointError(f"writing {output}: {error}; nothing was changed there") from error
+    return record
+
+
+def _check_output(source: Path, output: Path) -> None:
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a folder; the input is a tag folder, like checkpoints/global_step10")
+    if not output.exists():
+        return
+    if output.resolve() == source.resolve():
+        raise CheckpointError(f"input and output are the same folder, {source}")
+    if not output.is_dir() or (any(output.iterdir()) and not (output / names.UNIVERSAL_COMMON).exists()):
+        raise CheckpointError(
+            f"{output} exists and is not a universal checkpoint, so it is not replaced; give another output folder"
+        )
+
+
+def _verify(saved: SavedTag, workers: int) -> None:
+    """Every file of the tag is there, with the bytes that were saved. Raises CheckpointError."""
+    files = [*saved.model_files(), *(saved.optim_files() if saved.stage >= 1 else ())]
+    shares = max(saved.shards, 1)
+    run_together([partial(saved.check_files, files, share, shares) for share in range(shares)], workers)
+
+
+def _write(jobs: Sequence[FileJob], saved: SavedTag, output: Path, workers: int) -> None:
+    token = durable.new_token()
+    aside = durable.saving_folder(output, token)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    total = sum(job.nbytes + _FILE_NBYTES for job in jobs)
+    free = shutil.disk_usage(output.parent).free
+    if free < total + _SPARE_NBYTES:
+        raise CheckpointError(f"{output.parent} has {free:,} bytes free, the universal checkpoint needs {total:,}")
+    try:
+        folders = sorted({(aside / job.path).parent for job in jobs})
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        ordered = sorted(jobs, key=lambda job: -job.nbytes)  # the largest first, so that no worker ends alone
+        written = run_together([partial(_write_file, aside / job.path, job) for job in ordered], workers)
+        files = {job.path: done for job, done in zip(ordered, written, strict=True)}
+        for folder in reversed(folders):
+            durable.sync_folder(folder)
+        steps = int(saved.model.get(keys.GLOBAL_STEPS, 0))
+        Manifest(files, 0, steps, max(saved.shards, 1), version).write(aside)
+        durable.publish_folder(aside, output, token)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    durable.write_text(output.parent / names.LATEST_UNIVERSAL, output.name)
+    durable.clear_leftovers(output.parent, is_complete)
+
+
+def _write_file(path: Path, job: FileJob) -> Written:
+    content = TorchFile(job.make())
+    with durable.open_for_writing(path) as file:
+        written = content.write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    found = path.stat().st_size
+    if found != written.nbytes:
+        raise OSError(errno.EIO, f"{written.nbytes} bytes were written, the file has {found}", str(path))
+    return written
+
+
+def run_together(works: Sequence[Callable[[], Any]], workers: int) -> list[Any]:
+    """The results of ``works`` in order, from a few threads. The first error ends the others and is raised."""
+    with ThreadPoolExecutor(max_workers=max(1, workers), thread_name_prefix="universal") as pool:
+        futures = [pool.submit(work) for work in works]
+        done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in pending:
+            future.cancel()
+        for future in done:
+            future.result()
+        return [future.result() for future in futures]
