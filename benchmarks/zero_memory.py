@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -230,7 +231,7 @@ def read_trace(events: list[dict[str, Any]], mark: str) -> list[tuple[str, int, 
     if not phases or phases[-1][2] != "end":
         raise RuntimeError(f"zero_memory: the trace lacks phases of {mark!r}: found {[name for *_, name in phases]}")
     found = []
-    for (start, end, name), (following, *_) in zip(phases, phases[1:], strict=False):
+    for (start, end, name), (following, *_) in itertools.pairwise(phases):
         inside = [total for when, total in totals if start <= when <= end]
         before = [total for when, total in totals if when < following]
         found.append((name, max(inside, default=before[-1]), before[-1]))

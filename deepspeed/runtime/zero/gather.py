@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.comm.holders import held_elsewhere, until_let_go
 from deepspeed.runtime.zero.apart import in_transform
 from deepspeed.runtime.zero.fetch_trace import NEVER, FetchTrace
 from deepspeed.runtime.zero.layout import Segment
@@ -68,6 +69,8 @@ class ParamGatherer:
         self._refreshing: list[Any] = []
         self._held_in_backward: list[ParamBlock] = []
         self._strays: list[ParamBlock] = []  # released while somebody held a view of their buffer
+        # Called in a backward when a block has been used up, with the buffers of those released for the next one.
+        self.on_room: Callable[[list[torch.Tensor]], None] | None = None
 
     def add(self, block: ParamBlock) -> None:
         """Take charge of a released block."""
@@ -104,24 +107,30 @@ class ParamGatherer:
 
     def fetch_buffer(self, block: ParamBlock) -> torch.Tensor:
         """The full buffer of ``block``, for backward; parameters stay as they are. Collective unless it is here."""
-        if block is not self._current:
+        another = block is not self._current
+        if another:
             self._current = block
             self.trace.use(block.index)
         if self._strays:
             self._strays = [stray for stray in self._strays if not stray.drop_stray()]
+        if another and self.on_room is not None and self._in_backward():
+            self.on_room(self._make_room(block))
         if block.full is None:
             self._make_room(block)
             self._launch(block)
             self.fetches += 1
         self._live.move_to_end(block.index)
+        landing = block.pending is not None
         full = block.arrive()
+        if landing and not self._keeps_everything():
+            until_let_go(full)
         self._make_room(block)
         self._prefetch()
         return full
 
     def _hold(self, block: ParamBlock) -> None:
         """A graph is being built that our saved-tensor hooks do not see: its memory must stay what it is."""
-        if not block.held and torch._C._current_graph_task_id() != -1:
+        if not block.held and self._in_backward():
             self._held_in_backward.append(block)  # recomputed and used up inside this backward
         block.held = True
 
@@ -145,7 +154,11 @@ class ParamGatherer:
 
     def in_training(self) -> bool:
         """Inside a forward of the module or inside a backward: every rank does the same."""
-        return self.depth > 0 or torch._C._current_graph_task_id() != -1
+        return self.depth > 0 or self._in_backward()
+
+    @staticmethod
+    def _in_backward() -> bool:
+        return torch._C._current_graph_task_id() != -1
 
     def before_write(self) -> bool:
         """A released parameter is about to be written. True: values may differ between ranks, so gather it first."""
@@ -200,19 +213,33 @@ class ParamGatherer:
         self._live[block.index] = block
         self._live_numel += block.numel
 
-    def _make_room(self, needed: ParamBlock) -> None:
-        """Release what the options do not let stay beside ``needed`` and what is in flight."""
+    def _make_room(self, needed: ParamBlock | None) -> list[torch.Tensor]:
+        """Release what the options do not let stay beside ``needed`` and what is in flight.
+
+        Returns the buffers let go of, as far as nobody else holds them.
+        """
         options = self.options
-        coming = 0 if needed.full is not None else needed.numel
+        coming = 0 if needed is None or needed.full is not None else needed.numel
         over = self._live_numel + coming > options.max_live
+        spare: list[torch.Tensor] = []
         if not over and options.max_reuse >= self._live_numel:
-            return
+            return spare
         for block in list(self._live.values()):
             if block is needed or block.pins or block.held or block.persistent or block.pending is not None:
                 continue
             if self._live_numel + coming <= options.max_live and self._stays(block):
                 continue
+            full = block.full
             self._release(block)
+            if full is not None and self.on_room is not None and not held_elsewhere(full):
+                spare.append(full)
+        return spare
+
+    def clear_out(self) -> None:
+        """Autograd is done with a backward: what may not stay goes, and the last gradients may use its memory."""
+        spare = self._make_room(None)
+        if self.on_room is not None:
+            self.on_room(spare)
 
     def _stays(self, block: ParamBlock) -> bool:
         distance = self.trace.distance(block.index)
@@ -342,6 +369,7 @@ class ParamGatherer:
     def destroy(self, *, whole: bool) -> None:
         """Give every parameter back: whole (collective), or empty."""
         self.finish_refresh()
+        self.on_room = None
         for block in self.blocks:
             block.dissolve(whole=whole)
         self.blocks, self._strays, self._live, self._current = [], [], OrderedDict(), None

@@ -34,8 +34,9 @@ class Phase(Enum):
 class BackwardWatch:
     """Follows backward passes over the parameters of ``reducer`` and tells it what happens.
 
-    ``on_raw_begin`` is called when the user's own backward starts (it may raise), ``on_end`` when any backward has
-    ended; ``should_reduce`` decides whether the backward that starts now sends gradients.
+    ``on_raw_begin`` is called when the user's own backward starts (it may raise), ``on_ending`` when autograd is done
+    with any backward and its last gradients have not been sent, ``on_end`` when they have; ``should_reduce`` decides
+    whether the backward that starts now sends gradients.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class BackwardWatch:
         *,
         should_reduce: Callable[[], bool],
         on_raw_begin: Callable[[], None],
+        on_ending: Callable[[], None],
         on_end: Callable[[], None],
         hook_parameters: bool,
     ) -> None:
@@ -52,6 +54,7 @@ class BackwardWatch:
         self.backwards = 0  # finished in this window
         self._should_reduce = should_reduce
         self._on_raw_begin = on_raw_begin
+        self._on_ending = on_ending
         self._on_end = on_end
         self._lock = threading.Lock()  # CUDA backward runs hooks on autograd's device threads
         self._handles: list[Any] = []
@@ -73,8 +76,12 @@ class BackwardWatch:
         self.reducer.begin_backward(reduce=self._should_reduce())
 
     def end_managed(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self.phase = Phase.IDLE
         self.backwards += 1
+        self._on_ending()
         self.reducer.end_backward()
         self._on_end()
 
@@ -94,12 +101,8 @@ class BackwardWatch:
         Variable._execution_engine.queue_callback(self._end_raw)
 
     def _end_raw(self) -> None:
-        if self.phase is not Phase.RAW:
-            return
-        self.phase = Phase.IDLE
-        self.backwards += 1
-        self.reducer.end_backward()
-        self._on_end()
+        if self.phase is Phase.RAW:
+            self._end()
 
     def _abandon_raw(self) -> None:
         # A raw backward that raised never reaches its callback; its phase must not leak into the next one.

@@ -79,10 +79,11 @@ def sum_of_squares(groups: Sequence[ShardGroup], workspace: Workspace) -> torch.
     aside = [grad.dtype.itemsize < 4 and _SMALL_PART < grad.numel() <= room for grad in grads]
     direct = [grad for grad, cast in zip(grads, aside, strict=True) if not cast]
     norms = iter(torch._foreach_norm(direct, 2, dtype=torch.float32) if direct else ())
-    scratch = workspace.whole(room, torch.float32)
+    scratch = workspace.whole(room, torch.float32) if any(aside) else None
     ordered = [
-        _norm_of_cast(grad, scratch) if cast else next(norms) for grad, cast in zip(grads, aside, strict=True)
-    ]  # fmt: skip
+        _norm_of_cast(grad, scratch) if scratch is not None and cast else next(norms)
+        for grad, cast in zip(grads, aside, strict=True)
+    ]
     return torch.linalg.vector_norm(torch.stack(ordered), 2).double().square()
 
 
@@ -93,7 +94,7 @@ def _room_for_casts(device: torch.device, workspace: Workspace) -> int:
     be as large as a bucket, and show in the peak.
     """
     room = workspace.capacity(torch.float32)
-    on_cpu = device.type == "cpu" == workspace.storage.device.type
+    on_cpu = device.type == "cpu" == workspace.device.type
     return room if on_cpu and room < _ROOMY * _NORM_PART else 0
 
 

@@ -25,7 +25,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.admission import refuse_unsuited
-from deepspeed.runtime.zero.bucket import Workspace
+from deepspeed.runtime.zero.bucket import Workspace, part_nbytes
 from deepspeed.runtime.zero.diagnose import first_non_finite, unread_gradients
 from deepspeed.runtime.zero.gather import ShardPublisher
 from deepspeed.runtime.zero.hooks import BackwardWatch
@@ -43,6 +43,7 @@ from deepspeed.utils.logging import logger
 
 _ALIGN_BYTES = 64  # parameters and pieces start on cache lines, as torch's own allocations do
 _MIN_AUTO_BUCKET = 1 << 20
+_MAX_SCRATCH = 1 << 28  # bytes of fresh memory at the boundary where no whole bucket is kept
 _MAX_DOUBLED = 1 << 30  # bytes: larger buckets have one buffer, whose filling waits for the last one to land
 
 
@@ -136,6 +137,10 @@ class ZeroOptimizer(ZeROOptimizer):
         self._wire()
 
     # ---- construction ----------------------------------------------------------------------------------------------
+
+    def client_names(self) -> list[list[str]]:
+        """Names of the parameters of each group, frozen ones too, in the order they were given."""
+        return [[self.names.get(id(param), "") for param in members] for members in self.client_groups]
 
     def _build_groups(self) -> list[ShardGroup]:
         groups = []
@@ -242,7 +247,14 @@ class ZeroOptimizer(ZeROOptimizer):
             default=0,
         )  # fmt: skip
         two = self.options.overlap and self.world > 1 and nbytes <= _MAX_DOUBLED
-        self.workspace = Workspace(nbytes, 2 if two else 1, device)
+        lean = self.sharding is not None and self.world > 1 and self.sharding.releases
+        in_parts = lean and not self.options.overlap and (self.grad_route is None or self.grad_route.packing is None)
+        borrow = lean and not in_parts
+        scratch = min(nbytes, _MAX_SCRATCH) if lean else None
+        if in_parts:
+            every = [(group, segment) for group in self.groups for segment in group.layout.segments]
+            nbytes = max((part_nbytes(segment, group.world, group.comm_dtype) for group, segment in every), default=0)
+        self.workspace = Workspace(nbytes, 2 if two else 1, device, kept=not borrow, scratch=scratch)
         self.reducer: Reducer
         if self.world > 1:
             self.reducer = GradReducer(
@@ -250,6 +262,8 @@ class ZeroOptimizer(ZeROOptimizer):
                 ReduceOptions(
                     overlap=self.options.overlap,
                     every_backward=self.placement.reduces_every_backward,
+                    in_parts=in_parts,
+                    borrow=borrow,
                     pre_divide=self.options.pre_divide,
                     route=self.grad_route,
                 ),
@@ -259,6 +273,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.publisher: Publisher
         if self.sharding is not None:
             self.publisher = ShardPublisher(self.sharding.gatherer)
+            self.sharding.gatherer.on_room = self.reducer.send_complete if borrow else None
         else:
             self.publisher = ParamPublisher(self.process_group, overlap=self.options.overlap)
         self.stepper = InlineStepper(
@@ -268,6 +283,7 @@ class ZeroOptimizer(ZeROOptimizer):
             self.reducer,
             should_reduce=lambda: self.should_reduce(),
             on_raw_begin=lambda: self.on_raw_begin(),
+            on_ending=self._backward_ending,
             on_end=self._backward_ended,
             hook_parameters=self.world > 1 or any(group.accum_dtype != group.dtype for group in self.groups),
         )
@@ -324,11 +340,15 @@ class ZeroOptimizer(ZeROOptimizer):
         try:
             with self.sharding.gatherer.tracking() if self.sharding is not None else contextlib.nullcontext():
                 self.scale_if_loss(loss).backward(retain_graph=retain_graph)
-            self._measure()
         except BaseException:
             self.watch.abort()
             raise
         self.watch.end_managed()
+        self._measure()
+
+    def _backward_ending(self) -> None:
+        if self.sharding is not None:
+            self.sharding.gatherer.clear_out()
 
     def _backward_ended(self) -> None:
         if self.sharding is not None:
@@ -602,6 +622,8 @@ class ZeroOptimizer(ZeROOptimizer):
                 if hasattr(param, "_ds_zero_owner"):
                     del param._ds_zero_owner
             group.release()
+        if self.sharding is not None:
+            self.sharding.gatherer.on_room = None
         for base_group, members in zip(self.optimizer.param_groups, self.client_groups, strict=False):
             base_group["params"] = members
         self.optimizer.state.clear()

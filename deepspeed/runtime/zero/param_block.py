@@ -33,6 +33,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from deepspeed.comm import collectives
+from deepspeed.comm.holders import held_elsewhere
 from deepspeed.runtime.zero.apart import apart
 from deepspeed.runtime.zero.historical_params import BlockReference, ZeroParamStatus, attach, detach
 from deepspeed.runtime.zero.routes import GatherRoute, SecondaryShard
@@ -53,8 +54,6 @@ class Place:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-
-_USES_OF_ONE = 2  # of a storage that one tensor has: the tensor's own, and that of the Python object looked at
 
 # Full buffers by the address of their storage, of all models: what autograd's saved-tensor hook looks a tensor up in.
 live_buffers: weakref.WeakValueDictionary[int, ParamBlock] = weakref.WeakValueDictionary()
@@ -447,12 +446,6 @@ class ParamBlock:
         names = [place.name for place in self.places]
         shown = ", ".join(names[:3]) + (f" ... {names[-1]} ({len(names)} parameters)" if len(names) > 3 else "")
         return f"gather of parameters {shown}"
-
-
-def held_elsewhere(buffer: torch.Tensor) -> bool:
-    """Whether anything but ``buffer`` itself (and this look at it) holds its storage."""
-    storage = buffer.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > _USES_OF_ONE
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ Invariants:
 - A result is the mean over ranks, added to what the window already holds, so several backward passes per step,
   re-entrant checkpointing and late gradients sum up correctly.
 - Gradients of a parameter are freed as soon as its last bucket has been filled.
+- Where parameters are released after use, buckets need little memory of their own: ``in_parts`` sends each in parts
+  straight from the gradients; ``borrow`` sends it when its block goes (``send_complete``), in that block's memory.
 - Where shards have replicas, a backward sums over the ranks of one replica alone; the replicas are added up once, when
   the window is finished.
 """
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.comm.holders import holders, until_let_go
 from deepspeed.comm.sparse import all_reduce_rows
 from deepspeed.runtime.zero.bucket import Bucket, Workspace
 from deepspeed.runtime.zero.local_grads import accumulate_locally
@@ -33,11 +36,14 @@ from deepspeed.runtime.zero.shard_group import ShardGroup
 @dataclass(frozen=True)
 class ReduceOptions:
     """``overlap``: start a bucket's collective during backward and keep two in flight. ``every_backward``: gradients
-    are sharded. ``pre_divide``: divide by this before the sum and by ``world / pre_divide`` after it. ``route``: how
-    sharded gradients travel; default: exactly, over the reducer's group."""
+    are sharded. ``in_parts``, ``borrow``: as above, one or none. ``pre_divide``: divide by this before the sum and by
+    ``world / pre_divide`` after it. ``route``: how sharded gradients travel; default: exactly, over the reducer's
+    group."""
 
     overlap: bool = False
     every_backward: bool = False
+    in_parts: bool = False
+    borrow: bool = False
     pre_divide: float = 1.0
     route: GradRoute | None = None
 
@@ -67,7 +73,7 @@ class GradReducer:
         self._open = [[0] * len(group.params) for group in self.groups]  # buckets of the parameter not done yet
         self._late = 0  # gradients that came after theirs had been taken
         self._next = 0
-        self._in_flight: list[tuple[Bucket, torch.Tensor, Any] | None] = [None] * workspace.count
+        self._in_flight: list[tuple[Bucket, torch.Tensor, Any, int] | None] = [None] * workspace.count
         self.active = False  # the current backward reduces
         self.held_back = False  # gradients have accumulated locally since the last launch
         self.launched = 0  # collectives in this window
@@ -134,9 +140,26 @@ class GradReducer:
                 bucket.missing -= 1
         # Sharded: full gradients leave as soon as they can, which is what bounds memory. Replicated: only to overlap.
         if self.options.overlap or self._sharded:
-            while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
-                self._launch(self.buckets[self._next])
-                self._next += 1
+            self._send_while_complete(wait_for=1 if self.options.borrow else 0)
+
+    def _send_while_complete(self, wait_for: int) -> None:
+        """Launch what is complete, less the last ``wait_for`` of the run."""
+        buckets = self.buckets
+        while self._next + wait_for < len(buckets) and buckets[self._next].missing <= 0:
+            if wait_for and buckets[self._next + wait_for].missing > 0:
+                return
+            self._launch(buckets[self._next])
+            self._next += 1
+
+    def send_complete(self, spare: list[torch.Tensor]) -> None:
+        """Blocks of parameters have been released: what is complete goes, in the memory of ``spare`` where it can.
+
+        ``spare`` is emptied.
+        """
+        if self.active:
+            self.workspace.lend(spare)
+            self._send_while_complete(wait_for=0)
+            self.workspace.lend([])
 
     def end_backward(self) -> None:
         """Send what this backward has not sent yet."""
@@ -199,10 +222,20 @@ class GradReducer:
     def _launch(self, bucket: Bucket) -> None:
         index = self.launched % self.workspace.count
         self._land(index)
-        buffer = self.workspace.take(index, bucket.segment.numel, bucket.dtype)
-        number, group = self._where[id(bucket.group)], bucket.group
-        bucket.fill(buffer, [self._take(number, position) for position in bucket.positions])
         self.launched += 1
+        number, group = self._where[id(bucket.group)], bucket.group
+        sources = [self._take(number, position) for position in bucket.positions]
+        if self.options.in_parts:
+            self._send_in_parts(number, bucket, sources)
+            return
+        straight = group.sharded and self.options.pre_divide == 1.0  # what is sent is not written to
+        buffer = bucket.as_it_lies(sources) if straight else None
+        if buffer is None:
+            buffer = self.workspace.take(index, bucket.segment.numel, bucket.dtype)
+            bucket.fill(buffer, sources, remember=self.workspace.kept)
+        del sources
+        self.workspace.lend([])  # what is left must not stay while this bucket is sent
+        held = holders(buffer)
         if self.options.pre_divide != 1.0:
             buffer.mul_(1.0 / self.options.pre_divide)
         if group.sharded:
@@ -217,12 +250,29 @@ class GradReducer:
                 buffer, self.process_group, op="avg", deterministic=True,
                 what=bucket.describe, async_op=self.options.overlap, key=bucket.index + 1,
             )  # fmt: skip
-        self._in_flight[index] = (bucket, buffer, pending)
+        self._in_flight[index] = (bucket, buffer, pending, held)
         bucket.reduced = True
         if not self.options.overlap:
             self._land(index)
         else:  # the one before: its second hop, if it has one, travels under the backward that goes on
             self._push_on(but=index)
+
+    def _send_in_parts(self, number: int, bucket: Bucket, sources: list[torch.Tensor | None]) -> None:
+        """A bucket of sharded gradients, part by part in the one buffer of the workspace."""
+        flat = [source if source is None else source.reshape(-1) for source in sources]
+        sources.clear()
+        self._close(number, bucket)
+        piece = self._open_piece(bucket)
+        for start, length in bucket.parts():
+            part = self.workspace.take(0, bucket.group.world * length, bucket.dtype)
+            bucket.fill_part(part, flat, start)
+            if self.options.pre_divide != 1.0:
+                part.mul_(1.0 / self.options.pre_divide)
+            self.route.reduce_scatter(
+                piece.narrow(0, start, length), part, scale=self.options.pre_divide / self.world,
+                accumulate=bucket.reduced, loco=None, what=bucket.describe, async_op=False, key=bucket.index + 1,
+            )  # fmt: skip
+        bucket.reduced = True
 
     def _push_on(self, but: int = -1) -> None:
         """Start the second hops of what is in flight, in the order of the launches."""
@@ -328,10 +378,14 @@ class GradReducer:
         if entry is None:
             return
         self._in_flight[index] = None
-        bucket, buffer, pending = entry
+        bucket, buffer, pending, held = entry
         pending.wait()
         if not bucket.group.sharded:
             self._write_back(bucket, buffer)
+        elif not self.workspace.owns(buffer):
+            until_let_go(buffer, held)
+            if self.options.borrow and not any(self._in_flight):
+                self.route.release_buffers()
 
     @torch.no_grad()
     def _write_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:

@@ -162,6 +162,11 @@ class GradRoute:
             async_op=async_op, key=key, packing=self.packing, loco=loco,
         )  # fmt: skip
 
+    def release_buffers(self) -> None:
+        """Free the staging buffers that the collectives of this route keep for the next call."""
+        for group in self.group if isinstance(self.group, Levels) else (self.group,):
+            collectives.release_buffers(group)
+
     def add_replicas(self, piece: torch.Tensor, *, what: What, async_op: bool, key: int) -> Pending:
         """Add up ``piece`` over the ranks that hold the same shard, in place; equal bits on all. Collective."""
         levels = Levels(None, self.replicas)

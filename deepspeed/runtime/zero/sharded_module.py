@@ -80,6 +80,12 @@ class ShardedModule:
         """Ranks that a second copy of released blocks is spread over; 0 where none is kept."""
         return facts_of(self.route.secondary).size if self.route.secondary is not None else 0
 
+    @property
+    def releases(self) -> bool:
+        """Whether blocks are released after use, as not all of the module may stay gathered."""
+        options = self.gatherer.options
+        return sum(param.numel() for param in self.module.parameters()) > min(options.max_live, options.max_reuse)
+
     def align(self, itemsize: int) -> int:
         """Elements of ``itemsize`` bytes whose multiples parameters and pieces start at."""
         return max(1, _ALIGN_BYTES // itemsize, self.align_numel)
