@@ -60,6 +60,7 @@ CASES = (
     Case("stage 3, released", "3", 3, calls(3), BUCKET, zero=RELEASED),
     Case("stage 3, kept", "3", 2, calls(2), BUCKET, zero={"stage3_param_persistence_threshold": 0}),
     Case("stage 3, 8 blocks, default", "3", 2, 12, model="blocks"),
+    Case("stage 3, 16 large Linears, default", "3", 2, 12, model="large"),
     Case("stage 3, 100 small tensors", "3", 2, 3, model="small"),  # one gather, one reduction, the agreement
 )
 

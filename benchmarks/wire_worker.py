@@ -68,10 +68,12 @@ def _pair() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
 
 
-# Parameters: 16 matrices in one list; the same in 8 blocks; 100 tensors that are small enough to stay gathered.
+# Parameters: 16 matrices in one list; the same in 8 blocks; 16 too large to stay gathered as small ones do, and enough
+# for blocks of the size chosen by default; 100 tensors that are small enough to stay gathered.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "flat": lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)]),
     "blocks": lambda: nn.Sequential(*[_pair() for _ in range(8)]),
+    "large": lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)]),
     "small": lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(50)]),
 }
 
