@@ -209,17 +209,16 @@ def _plan_rest(record: UniversalRecord, source: Source) -> Iterator[FileJob]:
             continue
         dtype = zero_state.dtype_name(value.dtype)
         record.parameters[name] = UniversalParameter(tuple(value.shape), dtype, dtype)
-        make = partial(_rest_content, record.form, value)
+        # Found here, not by the workers: an index is filled by one thread.
+        held = value.cover(0, math.prod(value.shape)) if isinstance(value, ShardedWeight) else value.detach()
+        make = partial(_rest_content, record.form, held, tuple(value.shape))
         nbytes = math.prod(value.shape) * value.dtype.itemsize
         yield FileJob(names.universal_file(name, keys.FP32_WEIGHT_KEY), make, nbytes)
 
 
-def _rest_content(form: str, value: torch.Tensor | ShardedWeight) -> Any:
-    shape = tuple(value.shape) if form == WHOLE else (math.prod(value.shape),)
-    if isinstance(value, ShardedWeight):
-        stored: Any = _packed(value.cover(0, math.prod(value.shape)), shape)
-    else:
-        stored = value.detach().reshape(shape)
+def _rest_content(form: str, held: torch.Tensor | list[Extent], shape: tuple[int, ...]) -> Any:
+    stored_shape = shape if form == WHOLE else (math.prod(shape),)
+    stored = held.reshape(stored_shape) if isinstance(held, torch.Tensor) else _packed(held, stored_shape)
     return UNCUT.entry(stored) if form == WHOLE else stored
 
 
