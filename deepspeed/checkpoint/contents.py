@@ -19,6 +19,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint import names, reader
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.reference_reader import open_saved
 from deepspeed.checkpoint.weights import ShardedWeight
 from deepspeed.runtime.zero.state_dict import FLAT, SCALAR
 
@@ -71,7 +72,7 @@ def tag_folder(path: Path, tag: str | None = None) -> Path:
 def open_tag(path: Path, tag: str | None = None) -> reader.SavedTag:
     """The tag ``path`` means, see :func:`tag_folder`. Raises CheckpointError when it cannot be opened."""
     folder = tag_folder(path, tag)
-    return reader.SavedTag(folder.parent, folder.name)
+    return open_saved(folder.parent, folder.name)
 
 
 def _is_tag_folder(path: Path) -> bool:

@@ -76,7 +76,7 @@ def plan_engine(
         plan.data_loader = _own_copy(saved.check_trust("data loader state", state["data_loader"]))
     plan.callbacks = _own_copy(saved.check_trust("callback states", state.get("callbacks", {})))
     if optimizer_states:
-        plan.scaler = dict(state.get("loss_scaler", {}))
+        plan.scaler = saved.loss_scaler
         if engine._config.checkpoint.load_rng_state:
             plan.random = _random_states(plan, saved, rank)
     return plan

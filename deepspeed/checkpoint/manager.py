@@ -239,6 +239,8 @@ class CheckpointManager:
         mp_rank, universal = writer.model_parallel_rank(engine), self.config.load_universal
         saved = open_tag(folder, tag, mp_rank, shard_rank, shards, universal=universal)
         optimizer = engine.zero_optimizer if not module_only else None
+        if optimizer is not None:
+            saved.take_order(restore.given_order(optimizer))
         wants_masters = optimizer_states or engine.zero_load_from_fp32_weights()
         shard_files: list[str] = []
         if saved.stage >= 3 or (

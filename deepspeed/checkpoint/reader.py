@@ -10,7 +10,7 @@ Invariant: opening changes nothing on disk but one thing: a tag that a crash lef
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -116,6 +116,11 @@ class SavedTag:
         return self.model.get(keys.ENGINE_STATE) or {}
 
     @property
+    def loss_scaler(self) -> dict[str, Any]:
+        """The loss scaler's state as plain data; empty where none was saved."""
+        return dict(self.engine_state.get("loss_scaler", {}))
+
+    @property
     def ours(self) -> bool:
         return keys.ENGINE_STATE in self.model
 
@@ -133,6 +138,9 @@ class SavedTag:
         """An optimizer's state was saved, in a form this release knows."""
         return self.record is not None and bool(self.record["groups"])
 
+    def take_order(self, order: Sequence[Sequence[str]]) -> None:
+        """The parameter names of the running optimizer, group by group, for files that hold none. Ours hold them."""
+
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _check_library_part(self) -> None:
@@ -146,12 +154,7 @@ class SavedTag:
                 raise CheckpointError(
                     f"{self.path}: {key!r} asks for {', '.join(asked)}, which no checkpoint needs; refused"
                 )
-        if self._sharded_model_files and self.record is None:
-            raise CheckpointError(
-                f"{self.folder} was written at stage 3 by another release; its zero_to_fp32.py makes one state dict of "
-                "it, which engine.load_module_state_dict loads"
-            )
-        version = (self.record or {}).get("version", keys.LAYOUT_RECORD_VERSION)
+        version = (self.model.get(keys.LAYOUT_RECORD) or {}).get("version", keys.LAYOUT_RECORD_VERSION)
         if version != keys.LAYOUT_RECORD_VERSION:
             raise CheckpointError(
                 f"{self.path}: layout record version {version}; this release reads version {keys.LAYOUT_RECORD_VERSION}"

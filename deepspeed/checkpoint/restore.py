@@ -14,7 +14,7 @@ Invariant: until :meth:`RestorePlan.apply` the engine is as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.index import MASTER, Extent
 from deepspeed.checkpoint.reader import SavedTag
 from deepspeed.checkpoint.weights import WeightPlan, fill, made_whole, plan_weights, split
+from deepspeed.ops.optimizer_base import StateOptimizer
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.sharded_parameter import parameter_of
 
@@ -255,6 +256,11 @@ def plan_optimizer(
     return plan
 
 
+def given_order(optimizer: ZeroOptimizer) -> list[list[str]]:
+    """Names of each group's parameters, frozen ones too, in the order they were given to the optimizer."""
+    return [[optimizer.names.get(id(param), "") for param in members] for members in optimizer.client_groups]
+
+
 def fragments_of(optimizer: ZeroOptimizer) -> Iterator[tuple[ShardGroup, BoundFragment]]:
     for group in optimizer.groups:
         for bound in group.fragments:
@@ -278,10 +284,26 @@ def _plan_fragment(
     states = {}
     if with_states:
         states = {
-            key: index.cover(fragment.name, key, *where) for key in index.kinds(fragment.name, *where) if key != MASTER
+            key: _own_form(optimizer.optimizer, key, index.cover(fragment.name, key, *where))
+            for key in index.kinds(fragment.name, *where)
+            if key != MASTER
         }
     dtype = getattr(torch, held.master_dtype)
     return FragmentPlan(bound, master, states, dtype, optimizer.optimizer.param_groups[group.group_index])
+
+
+def _own_form(base: torch.optim.Optimizer, key: str, extents: list[Extent]) -> list[Extent]:
+    """Step counts as ``base`` keeps them: a number in our own optimizers, a 0-dim tensor in torch's."""
+    first = extents[0]
+    if key != "step" or first.kind not in (zero_state.SCALAR, zero_state.PLAIN):
+        return extents
+    if isinstance(base, StateOptimizer) and first.kind == zero_state.SCALAR:
+        return [replace(first, kind=zero_state.PLAIN, value=int(first.whole()))]
+    tensors = type(base).__module__.startswith("torch.optim") and not isinstance(base, torch.optim.SparseAdam)
+    if tensors and first.kind == zero_state.PLAIN:
+        value = torch.tensor([float(first.value)])
+        return [replace(first, kind=zero_state.SCALAR, value=value, offset=0)]
+    return extents
 
 
 def _check_family(optimizer: ZeroOptimizer, saved: SavedTag) -> None:
