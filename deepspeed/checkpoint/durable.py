@@ -105,7 +105,7 @@ def publish_folder(saved: Path, final: Path, token: str) -> None:
     """
     sync_folder(saved)
     old = None
-    if not final.exists():
+    if not os.path.lexists(final):
         os.rename(saved, final)
     else:
         old = saved
@@ -114,7 +114,9 @@ def publish_folder(saved: Path, final: Path, token: str) -> None:
             os.rename(final, old)
             os.rename(saved, final)
     sync_folder(final.parent)
-    if old is not None:
+    if old is not None and old.is_symlink():
+        old.unlink()  # the tag was a link to a folder elsewhere: what that holds is not ours to touch
+    elif old is not None:
         _keep_foreign(old, final)
         delete_folder(old, final.name, token)
 
@@ -124,6 +126,9 @@ def delete_folder(folder: Path, name: str, token: str) -> None:
 
     What cannot be deleted now is cleared by a later save.
     """
+    if folder.is_symlink():
+        folder.unlink()
+        return
     aside = _hidden(folder.with_name(name), names.Transit.DELETED, token)
     os.rename(folder, aside)
     sync_folder(folder.parent)

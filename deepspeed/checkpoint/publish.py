@@ -76,6 +76,7 @@ class Publication:
         """Write and publish; reads nothing of the engine. Raises CheckpointError, the same on all ranks."""
         begun = time.monotonic()
         try:
+            agree.together(job.doing, lambda: self._make_room(job), gather=gather)
             _, reports = agree.together(job.doing, lambda: self._write(job), lambda done: done, gather)
             agree.together(job.doing, lambda: self._publish(job, self._merged(reports, job.requests)), gather=gather)
         except CheckpointError:
@@ -86,16 +87,19 @@ class Publication:
             nbytes, seconds = job.requests[self.rank].nbytes, time.monotonic() - begun
             logger.info(f"{job.doing}: {nbytes:,} bytes in {seconds:.2f} s, {nbytes / seconds / 1e9:.2f} GB/s")
 
+    def _make_room(self, job: SaveJob) -> None:
+        """The folder to write to, with enough space around it. Nobody has written yet."""
+        if not self.leads:
+            return
+        job.aside.mkdir(parents=True, exist_ok=True)
+        free, total = shutil.disk_usage(job.aside).free, sum(request.nbytes for request in job.requests)
+        if free < total + _SPARE_NBYTES:
+            raise CheckpointError(f"{job.aside.parent} has {free:,} bytes free, the checkpoint needs {total:,}")
+
     def _write(self, job: SaveJob) -> dict[str, Written]:
-        aside, total = job.aside, sum(request.nbytes for request in job.requests)
-        if self.leads:
-            aside.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(aside).free
-            if free < total + _SPARE_NBYTES:
-                raise CheckpointError(f"{aside.parent} has {free:,} bytes free, the checkpoint needs {total:,}")
-        aside.mkdir(parents=True, exist_ok=True)
+        job.aside.mkdir(parents=True, exist_ok=True)
         how = direct.writing_of(self.config.writer)
-        return {name: durable.write_torch(aside / name, content, how) for name, content in job.files.items()}
+        return {name: durable.write_torch(job.aside / name, content, how) for name, content in job.files.items()}
 
     def _merged(self, reports: list[dict[str, Written]], requests: list[SaveRequest]) -> dict[str, Written]:
         """Every file of the folder this rank publishes."""

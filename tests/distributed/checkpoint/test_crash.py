@@ -24,10 +24,10 @@ def good_body(folder: str) -> dict[str, Any]:
     return found
 
 
-def dying_body(folder: str, rank: int, name: str) -> None:
+def dying_body(folder: str, rank: int, name: str, background: bool) -> None:
     from deepspeed.checkpoint import durable
 
-    engine = runs.start(runs.config(2, "bf16"))
+    engine = runs.start(runs.config(2, "bf16", checkpoint={"writer": {"decoupled": background}}))
     engine.load_checkpoint(folder)
     runs.step(engine, 2, dist.get_rank())
     plain = durable.open_for_writing
@@ -42,6 +42,7 @@ def dying_body(folder: str, rank: int, name: str) -> None:
 
     durable.open_for_writing = deadly
     engine.save_checkpoint(folder, tag="same")
+    engine.destroy()  # waits for a save in the background
 
 
 def after_body(folder: str) -> tuple[dict[str, Any], int]:
@@ -54,13 +55,22 @@ def after_body(folder: str) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "name", "complete"),
-    ((0, "model_states", False), (1, "optim_states", False), (0, "manifest", False), (0, "latest", True)),
+    ("rank", "name", "complete", "background"),
+    (
+        (0, "model_states", False, False),
+        (1, "optim_states", False, False),
+        (0, "manifest", False, False),
+        (0, "latest", True, False),
+        (1, "optim_states", False, True),
+        (0, "latest", True, True),
+    ),
 )
-def test_a_killed_rank(pool: WorkerPool, tmp_path: Path, rank: int, name: str, complete: bool) -> None:
+def test_a_killed_rank(
+    pool: WorkerPool, tmp_path: Path, rank: int, name: str, complete: bool, background: bool
+) -> None:
     saved = pool.run(2, good_body, str(tmp_path))
     with pytest.raises(WorkerDied, match="SIGKILL"):
-        pool.run(2, dying_body, str(tmp_path), rank, name)
+        pool.run(2, dying_body, str(tmp_path), rank, name, background)
     for before, (found, steps) in zip(saved, pool.run(2, after_body, str(tmp_path)), strict=True):
         assert steps == (3 if complete else 2)
         if not complete:
