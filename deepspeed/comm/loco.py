@@ -3,6 +3,9 @@
 Owns: the error buffers of a bucket, their decay and their reset. Does not own: the packing, which reads and writes them
 (`blockwise.quantize`). A rank that packs the value v sends v + e instead, e being the moving average of what its
 earlier packings of the same elements have lost; over many steps the losses then cancel instead of adding up.
+
+The average is that of LoCo (Xie et al., arXiv 2407.04480), e <- (1 - beta) e + beta (v + e - what was sent), with
+`err_beta` = 1 - beta, and e <- 0 every `reset_T` reductions.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from deepspeed.comm.mesh import ParallelMesh
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.routes import GatherRoute, GradRoute, ShardRanks
+from deepspeed.utils.logging import log_dist_once
 
 _GATHER = "gather"  # gathers have groups of their own, so that their order is independent of that of reductions
 
@@ -75,6 +76,12 @@ def zero_routes(config: DeepSpeedConfig, mesh: ParallelMesh, device: torch.devic
     packed = GatherRoute(levels, INT8, secondary=secondary, everyone=others)
     weights, gradients = zero.zero_quantized_weights, zero.zero_quantized_gradients
     frozen = weights or zero.zero_quantized_nontrainable_weights
+    if weights:
+        log_dist_once(
+            "zero_quantized_weights: weights are gathered rounded, so that what forward writes through param.data is "
+            "lost; write into the parameter itself under torch.no_grad()",
+            ranks=[0],
+        )
     reduce_group, reduce_levels = cut("") if gradients else (shards.group, None)
     return ZeroRoutes(
         shards=shards,

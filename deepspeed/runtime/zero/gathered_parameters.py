@@ -71,7 +71,8 @@ class GatheredParameters:
         sources = {id(block): self._source(block) for block in blocks} if self.modifier_rank is not None else {}
         with contextlib.ExitStack() as stack:
             for block in blocks:
-                block.absorb()
+                if not block.pins:  # else what was edited belongs to the context around this one
+                    block.absorb()
                 block.pins += 1
             for group in by_owner.values():
                 group[0].owner.fetch_all(group)
@@ -86,13 +87,15 @@ class GatheredParameters:
             finally:
                 for block in blocks:
                     block.pins -= 1
-                if completed:
-                    if self.modifier_rank is not None:
-                        self._spread(blocks, sources)
-                    else:
-                        self._report_dropped(before)
-                for group in by_owner.values():
-                    group[0].owner.release(group, drop_edits=True)
+                try:
+                    if completed:
+                        if self.modifier_rank is not None:
+                            self._spread(blocks, sources)
+                        else:
+                            self._report_dropped(before)
+                finally:
+                    for group in by_owner.values():
+                        group[0].owner.release(group, drop_edits=True)
 
     def _refresh_masters(self) -> None:
         """Masters of parameters that are whole take the values the user has written, also through ``param.data``."""
@@ -131,9 +134,13 @@ class GatheredParameters:
             block.written(set(picked))
 
     def _report_dropped(self, before: dict[int, tuple[int, int]]) -> None:
+        """Name what was changed in this context; what a context inside it has kept, and what waits for the one around
+        it, is not dropped."""
         for param in self.params:
             block = block_of(param)
-            if block is not None and before[id(param)] != (param._version, param.data_ptr()):
+            if block is None or block.pins or before[id(param)] == (param._version, param.data_ptr()):
+                continue
+            if block.unsaved(param._ds_position):  # type: ignore[attr-defined]
                 warning_once(
                     f"parameter {block.name_of(param)!r} was changed inside GatheredParameters without modifier_rank: "
                     "the change is dropped. Pass modifier_rank=<the rank whose values count>"

@@ -138,10 +138,6 @@ class ZeroOptimizer(ZeROOptimizer):
 
     # ---- construction ----------------------------------------------------------------------------------------------
 
-    def client_names(self) -> list[list[str]]:
-        """Names of the parameters of each group, frozen ones too, in the order they were given."""
-        return [[self.names.get(id(param), "") for param in members] for members in self.client_groups]
-
     def _build_groups(self) -> list[ShardGroup]:
         groups = []
         for index, members in enumerate(self.client_groups):
@@ -405,6 +401,11 @@ class ZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("optimizer.step(closure) is not supported: run forward and backward before step()")
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "step() under torch.inference_mode(): weights and optimizer states made there can never be trained "
+                "again. No weight was changed. Call step() outside of it (torch.no_grad() around it is fine)"
+            )
         self.absorb_edits()
         self.reducer.finish()
         facts = self._facts()

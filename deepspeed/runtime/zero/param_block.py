@@ -304,20 +304,33 @@ class ParamBlock:
     def _address_of(self, place: Place) -> int:
         return self._address + place.start * self.shard.element_size()
 
+    def unsaved(self, position: int) -> bool:
+        """Whether a bound parameter has been edited, or its data replaced, since its shard last followed."""
+        place = self.places[position]
+        moved = bool(place.numel) and place.param.data_ptr() != self._address_of(place)
+        return moved or place.param._version != self._versions[position]
+
     @apart
     def take_back(self, position: int) -> None:
-        """Copy a parameter whose data may lie elsewhere into the full buffer, and bind it there again."""
+        """Copy a parameter whose data may lie elsewhere into the full buffer, and bind it there again.
+
+        Raises ValueError for data of another shape or dtype; the parameter has its own data back then.
+        """
         place = self.places[position]
         param, view = place.param, self.view(place)
-        if param.dtype is not self.shard.dtype:
+        dtype, shape = param.dtype, tuple(param.shape)
+        if dtype is not self.shard.dtype or shape != tuple(place.shape):
+            param.data = view
+            self._versions[position] = param._version
+        if dtype is not self.shard.dtype:
             raise ValueError(
-                f"parameter {place.name!r}: its dtype was changed to {param.dtype} while it is sharded as "
+                f"parameter {place.name!r}: its dtype was changed to {dtype} while it is sharded as "
                 f"{self.shard.dtype}. Choose the dtype in the config (bf16, fp16), or convert before "
                 "deepspeed.initialize"
             )
-        if tuple(param.shape) != tuple(place.shape):
+        if shape != tuple(place.shape):
             raise ValueError(
-                f"parameter {place.name!r}: its data was replaced by a tensor of shape {tuple(param.shape)}; it is "
+                f"parameter {place.name!r}: its data was replaced by a tensor of shape {shape}; it is "
                 f"sharded as {tuple(place.shape)}. Assign a tensor of that shape, or replace the module"
             )
         if param.data_ptr() != view.data_ptr() or param.stride() != place.stride:

@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.bucket import Bucket, Workspace
 from deepspeed.runtime.zero.local_grads import accumulate_locally
 from deepspeed.runtime.zero.routes import GradRoute, push_on
 from deepspeed.runtime.zero.shard_group import ShardGroup
+from deepspeed.utils.logging import logger
 
 
 @dataclass(frozen=True)
@@ -318,9 +319,11 @@ class GradReducer:
 
     def forget_feedback(self) -> None:
         """What packed reductions have lost belongs to weights that are gone."""
-        for bucket in self.buckets:
-            if bucket.loco is not None:
-                bucket.loco.reset()
+        kept = [bucket.loco for bucket in self.buckets if bucket.loco is not None]
+        for loco in kept:
+            loco.reset()
+        if kept:
+            logger.info("LoCo error feedback starts from zero: the weights were replaced (checkpoints do not hold it)")
 
     def _take(self, number: int, position: int) -> torch.Tensor | None:
         """The gradient of a parameter, out of autograd's reach: what comes later is a gradient of its own.

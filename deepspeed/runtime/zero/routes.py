@@ -93,8 +93,12 @@ class SecondaryShard:
 
     @torch.no_grad()
     def keep(self, full: torch.Tensor, generation: int, *, rounded: bool) -> None:
-        """Take a copy of ``full``; nothing to do when the copy is of these values already."""
-        if self.holds(generation):
+        """Take a copy of ``full``.
+
+        Of exact values always, since nothing counts what forward writes through ``param.data``. Packed ones stay those
+        of the first gather: what is written into them that way is lost.
+        """
+        if rounded and self.holds(generation):
             return
         facts = facts_of(self.group)
         numel = full.numel() // facts.size

@@ -1,0 +1,120 @@
+"""Corners of stage 3: contexts inside contexts, refused edits, weights written behind the version counter."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.runtime.zero import gathered_parameters, reduce
+from tests.distributed.test_stage3_use import DIM, FORCED, batch, mean_square, run, same, start
+from tests.harness.pool import on_ranks
+
+Gathered = deepspeed.zero.GatheredParameters
+
+
+def pair() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_a_context_inside_another_keeps_its_edits() -> None:
+    engine = start(pair(), 3)
+    first, last = engine.module[0].weight, engine.module[2].weight
+    with mock.patch.object(gathered_parameters, "warning_once") as warned:
+        with Gathered([first, last]):
+            with Gathered([first], modifier_rank=0):
+                first.fill_(3.0)
+            assert first.eq(3.0).all()
+        with Gathered([last], modifier_rank=1):
+            with Gathered([first, last]):
+                last.fill_(4.0)
+            assert last.eq(4.0).all()
+        assert not warned.called
+        with Gathered([first]):
+            first.fill_(5.0)
+        assert "'0.weight' was changed inside GatheredParameters without modifier_rank" in warned.call_args.args[0]
+    with Gathered([first, last]):
+        assert first.eq(3.0).all()
+        assert last.eq(4.0).all()
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_a_refused_edit_leaves_the_parameter_as_it_was() -> None:
+    engine = start(pair(), 3)
+    weight = engine.module[0].weight
+    with Gathered([weight]):
+        before = weight.detach().clone()
+    for wrong, found in ((torch.ones(2, DIM), r"a tensor of shape \(2, 12\)"), (before.double(), "torch.float64")):
+        with pytest.raises(ValueError, match=found), Gathered([weight], modifier_rank=0):
+            weight.data = wrong
+        assert weight.shape == before.shape
+        assert weight.dtype is before.dtype
+        with Gathered([weight]):
+            assert torch.equal(weight, before)
+    engine.backward(mean_square(engine, batch(0)))
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_step_under_inference_mode_is_refused(pool: Any, stage: int) -> None:
+    pool.run(2, step_under_inference_mode, stage)
+
+
+def step_under_inference_mode(stage: int) -> None:
+    engine = start(pair(), stage)
+    engine.backward(mean_square(engine, batch(0)))
+    with pytest.raises(RuntimeError, match=r"step\(\) under torch.inference_mode\(\)"), torch.inference_mode():
+        engine.step()
+    engine.step()
+    engine.backward(mean_square(engine, batch(1)))
+    engine.step()
+    engine.destroy()
+
+
+class Damped(nn.Linear):
+    """Forward writes into its weight, past the version counter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+def damped() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), Damped(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+
+
+def damped_with_second_copies() -> None:
+    zero = {"stage": 3, **FORCED, "zero_hpz_partition_size": 2}
+    top = {"gradient_accumulation_steps": 2}  # the second forward writes into what the first has left
+    same(run(damped, mean_square, 2, **top), run(damped, mean_square, 3, **top, zero_optimization=zero))
+
+
+def test_second_copies_follow_what_forward_writes(pool: Any) -> None:
+    pool.run(4, damped_with_second_copies)
+
+
+def feedback_restarts() -> list[str]:
+    zero = {"stage": 3, **FORCED, "zero_quantized_gradients": True}
+    engines = [
+        start(pair(), 3, zero_optimization={**zero, **more})
+        for more in ({}, {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 8}})
+    ]
+    with mock.patch.object(reduce.logger, "info") as said:
+        for engine in engines:
+            engine.optimizer.publish_masters()
+            engine.destroy()
+    return [call.args[0] for call in said.call_args_list]
+
+
+def test_error_feedback_says_that_it_starts_again(pool: Any) -> None:
+    for lines in pool.run(2, feedback_restarts):
+        assert sum("LoCo error feedback starts from zero" in line for line in lines) == 1
