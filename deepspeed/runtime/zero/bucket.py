@@ -23,10 +23,10 @@ from deepspeed.runtime.zero.layout import Segment, Slot
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
 _ALIGN_BYTES = 64
-# Parts of a bucket, and bytes below which a part is not worth a collective. Two of them, what goes and what comes, are
-# an eighth of a bucket.
+# Parts of a bucket, and bytes below which a part is not worth a collective. Three of them (what goes, what comes, and
+# fp32 copies of it) are a fifth of a bucket.
 _PARTS = 16
-_MIN_PART = 1 << 18
+_MIN_PART = 1 << 17
 
 
 class Workspace:
