@@ -232,11 +232,19 @@ def own_settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_shard(
-    index: indexing.FragmentIndex, record: dict[str, Any], shard: dict[str, Any], rank: int, file: str, where: str
+    index: indexing.FragmentIndex,
+    record: dict[str, Any],
+    shard: dict[str, Any],
+    rank: int,
+    file: str,
+    where: str,
+    *,
+    mapped: bool,
 ) -> None:
     """Add everything shard ``rank`` holds. ``where``: the path of its file, for errors.
 
-    Raises CheckpointError naming group and key of a tensor that has not the length the layout gives it.
+    ``mapped``: the file's own mappings are to agree. Raises CheckpointError naming group and key of a tensor that has
+    not the length the layout gives it.
     """
     stage = int(record["zero_stage"])
     states, masters = flat_states(shard, stage), shard[masters_key(stage)]
@@ -245,7 +253,7 @@ def add_shard(
         if rank >= layout.world:
             continue
         parts = [(part.name, part.param_start, part.numel, part.shard_start) for part in layout.fragments(rank)]
-        if stage < 3:
+        if mapped:
             _check_mapping(shard, number, parts, where)
         needed = max((start + numel for _, _, numel, start in parts), default=0)
         for key, value in [(indexing.MASTER, masters[number]), *states[number].items()]:

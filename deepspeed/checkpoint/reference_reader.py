@@ -205,7 +205,11 @@ class ReferenceTag(SavedTag):
     def _index_shard(self, made: indexing.FragmentIndex, rank: int) -> None:
         assert self.record is not None
         file = self.optim_files()[rank]
-        layouts.add_shard(made, self.record, self.shard(rank), rank, file, str(self.folder / file))
+        zero = (self.model.get(keys.DS_CONFIG) or {}).get("zero_optimization") or {}
+        # With round_robin_gradients the flat order is that of the shapes; the mappings there are of another order.
+        mapped = self.stage < 3 and not zero.get("round_robin_gradients")
+        where = str(self.folder / file)
+        layouts.add_shard(made, self.record, self.shard(rank), rank, file, where, mapped=mapped)
 
     def _index_stage_0(self, made: indexing.FragmentIndex) -> None:
         self._stage_0.add_to(made, self._named, self.model_file)
