@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.errors import CheckpointError
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape, enable_universal_checkpoint
     from deepspeed.checkpoint.utils import (
         get_layer_ckpt_name_for_rank,
         get_model_ckpt_name_for_rank,
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "CheckpointError": "deepspeed.checkpoint.errors",
+    "SubparamShape": "deepspeed.checkpoint.universal_checkpoint",
+    "enable_universal_checkpoint": "deepspeed.checkpoint.universal_checkpoint",
     "get_layer_ckpt_name_for_rank": "deepspeed.checkpoint.utils",
     "get_model_ckpt_name_for_rank": "deepspeed.checkpoint.utils",
     "get_zero_ckpt_name_for_rank": "deepspeed.checkpoint.utils",

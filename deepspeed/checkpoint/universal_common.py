@@ -23,7 +23,7 @@ _MEMBERS = ("param_names",)
 
 def common_state(saved: SavedTag, record: UniversalRecord, steps: float | None) -> dict[str, Any]:
     """``zero/optimizer_state.pt``: hyper-parameters, loss scale and the record."""
-    scaler = scaler_object(saved_scaler(saved))
+    scaler = scaler_object(scaler_attributes(saved.loss_scaler))
     groups = [{key: value for key, value in group.items() if key not in _MEMBERS} for group in saved.hyper_parameters]
     world = max(saved.shards, 1)
     held = [0 for entry in record.parameters.values() if entry.group is not None]
@@ -56,14 +56,6 @@ def common_state(saved: SavedTag, record: UniversalRecord, steps: float | None) 
 def _clip_grad(saved: SavedTag) -> float:
     source = saved.any_shard() if saved.stage in (1, 2) else saved.model.get(keys.OPTIMIZER) or {}
     return float(source.get(keys.CLIP_GRAD, 0.0))
-
-
-def saved_scaler(saved: SavedTag) -> dict[str, Any]:
-    """The attributes of the saved loss scaler, as plain data."""
-    found = saved.engine_state.get(keys.LOSS_SCALER)
-    if found is None and saved.stage >= 1:
-        found = saved.any_shard().get(keys.LOSS_SCALER)
-    return scaler_attributes(found)
 
 
 def scaler_attributes(found: Any) -> dict[str, Any]:

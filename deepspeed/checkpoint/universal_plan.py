@@ -101,6 +101,7 @@ def plan_conversion(sources: list[Source], stage: int | None = None) -> tuple[Un
             source.patterns.kept_once(name)
         jobs += _plan_rest(record, source)
     steps = _steps(first, record)
+    jobs += _plan_empty_states(record, steps)
     jobs.append(FileJob(names.UNIVERSAL_COMMON, partial(common_state, first, record, steps), 0))
     file, content = model_states(first, record, source_files=[source.first for source in sources])
     jobs.append(FileJob(file, lambda: content, _tensor_nbytes(content[keys.MODULE])))
@@ -137,6 +138,8 @@ def _plan_parameter(record: UniversalRecord, source: Source, name: str) -> Itera
         if stem != key:
             entry.files[key] = stem
         path = names.universal_file(name, stem)
+        if kind == zero_state.SCALAR and held.shape == () and key != "step":
+            kind = zero_state.FLAT  # a moment of a 0-dim parameter looks like a number per parameter
         make = partial(_content, record.form, name, extents, entry.shape, kind, category, held.shape)
         yield FileJob(path, make, _elements_nbytes(extents, math.prod(entry.shape)))
 
@@ -195,6 +198,28 @@ def _packed(extents: list[Extent], shape: tuple[int, ...]) -> Slice:
 
 def _gathered(extents: list[Extent], shape: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([extent.elements() for extent in extents]).reshape(shape)
+
+
+def _plan_empty_states(record: UniversalRecord, steps: float | None) -> Iterator[FileJob]:
+    """Zeros for parameters that never had a gradient, which DeepSpeed wants of all. The record does not list them."""
+    held = [(name, entry) for name, entry in record.parameters.items() if entry.group is not None]
+    dims = [
+        (len(entry.shape), entry) for _, entry in held
+    ]  # a 0-dim parameter's moments look like numbers: it is first
+    ordered = [entry for _, entry in sorted(dims, key=lambda item: item[0])]
+    kinds = {key: kind for entry in ordered for key, kind in entry.states.items() if key not in entry.files}
+    for name, entry in held:
+        for key, kind in kinds.items() if not entry.states else ():
+            path = names.universal_file(name, key)
+            if kind == zero_state.FLAT:
+                yield FileJob(path, partial(_zeros, record.form, entry.shape), 4 * math.prod(entry.shape))
+            elif key == "step" and steps is not None:
+                yield FileJob(path, partial(torch.tensor, steps), 0)
+
+
+def _zeros(form: str, shape: tuple[int, ...]) -> Any:
+    value = torch.zeros(shape if form == WHOLE else math.prod(shape))
+    return Category().entry(value) if form == WHOLE else value
 
 
 def _plan_rest(record: UniversalRecord, source: Source) -> Iterator[FileJob]:

@@ -56,6 +56,9 @@ def test_both_forms_hold_everything(pool: WorkerPool, tmp_path: Path, form: str)
     output = convert(tmp_path, "--for_stage", form)
     found = torch.load(output / "zero" / "mix.weight" / "exp_avg.pt", weights_only=True)
     assert (found.shape == (13 * 7,)) if form == "3" else (found["param"].shape == (13, 7) and found["cat_dim"] == 0)
+    # What never had a gradient has zeros for DeepSpeed, which are not taken for a state here.
+    never = torch.load(output / "zero" / "idle.bias" / "exp_avg.pt", weights_only=True)
+    assert not torch.as_tensor(never if form == "3" else never["param"]).any()
     (loaded,) = pool.run(1, load_run, str(tmp_path), universal_config(2, "bf16"))
     same_full(saved, loaded)
 
@@ -134,7 +137,7 @@ def as_foreign(output: Path) -> None:
 
 
 class Plain(runs.Everything):
-    """No parameter without gradient, which files of other releases cannot tell from a lost one at stage 3."""
+    """Nothing frozen, and no parameter without gradient: files of other releases hold zeros for those."""
 
     def __init__(self) -> None:
         super().__init__()
