@@ -317,6 +317,8 @@ class CheckpointManager:
     ) -> bool:
         """Write the whole module's state dict to ``save_dir/save_filename``, atomically, from rank 0. Collective.
 
+        A name that ends in ``.safetensors`` gives that format, beyond 5 GB in numbered files with an index.
+
         At stage 3 that means gathering the weights, which the config must allow: else nothing is written, and False.
         """
         path = Path(save_dir) / _plain_file_name(save_filename)
@@ -328,6 +330,9 @@ class CheckpointManager:
             return False
 
         def work() -> None:
+            if path.suffix == export.SAFETENSORS:
+                export.save_safetensors(self.engine, path, exclude_frozen_parameters, keep=self.rank == 0)
+                return
             state = self.consolidated_16bit_state_dict(exclude_frozen_parameters)
             if state is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -164,18 +164,18 @@ def fault_body() -> None:
     from deepspeed.checkpoint import export
 
     engine = runs.start(runs.config(3, zero=FORCED))
-    plain = export._copies
+    plain = export._views
 
     def failing(*args: Any) -> Any:
         raise RuntimeError("no memory for it")
 
     if dist.get_rank() == 0:
-        export._copies = failing
+        export._views = failing
     try:
         with pytest.raises(deepspeed.checkpoint.CheckpointError, match="rank 0: RuntimeError: no memory for it"):
             engine.save_16bit_model("/nonexistent", "m.bin")
     finally:
-        export._copies = plain
+        export._views = plain
     train(engine, 0, 1)
     engine.destroy()
 
