@@ -293,7 +293,12 @@ def _check_mapping(shard: dict[str, Any], number: int, parts: list[tuple[str, in
 
 
 def add_frozen(
-    index: indexing.FragmentIndex, record: dict[str, Any], held: dict[str, torch.Tensor], rank: int, file: str
+    index: indexing.FragmentIndex,
+    record: dict[str, Any],
+    held: dict[str, torch.Tensor],
+    rank: int,
+    file: str,
+    where: str,
 ) -> None:
     """Add one rank's pieces of frozen parameters (stage 3). Raises CheckpointError for a piece that is too short."""
     for run in record["rest"]:
@@ -301,7 +306,7 @@ def add_frozen(
             key, value = f"{keys.FROZEN_PARAM_FRAGMENTS}.{part.name}", held.get(part.name)
             if value is None or value.numel() < part.numel:
                 found = "nothing" if value is None else f"{value.numel()} elements"
-                raise CheckpointError(f"{file}: {key} has {found}, expected {part.numel} elements")
+                raise CheckpointError(f"{where}: {key} has {found}, expected {part.numel} elements")
             extent = indexing.Extent(file, key, 0, part.param_start, part.numel, FLAT, value)
             index.add(part.name, indexing.WEIGHT, extent)
 

@@ -164,7 +164,7 @@ class ReferenceTag(SavedTag):
         asked = trusted.untrusted_paths(held)
         if asked:
             raise CheckpointError(f"{self.folder / file} asks for {', '.join(asked)}, which is refused")
-        layouts.add_frozen(made, self.record, held, rank, str(self.folder / file))
+        layouts.add_frozen(made, self.record, held, rank, file, str(self.folder / file))
 
     # ---- optimizer state -------------------------------------------------------------------------------------------
 
