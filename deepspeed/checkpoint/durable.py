@@ -147,6 +147,7 @@ def _hidden(final: Path, kind: names.Transit, token: str) -> Path:
 def _keep_foreign(old: Path, new: Path) -> None:
     for entry in old.iterdir():
         ours = names.is_checkpoint_file(entry.name) or names.is_partial_file(entry.name)
+        ours = ours or entry.name == names.UNIVERSAL_STATES  # a tag saved over a universal folder is none
         if not ours and not (new / entry.name).exists():
             os.rename(entry, new / entry.name)
 

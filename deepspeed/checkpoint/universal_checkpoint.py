@@ -17,6 +17,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import trusted
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.universal_patterns import SubparamShape, cut
+from deepspeed.ops.optimizer_base import StateOptimizer
 from deepspeed.utils.tensor_fragment import _must_own, _name
 
 if TYPE_CHECKING:
@@ -64,10 +65,11 @@ def load_hp_checkpoint_state(
 
 def _put(base: torch.optim.Optimizer, bound: BoundFragment, key: str, value: torch.Tensor) -> None:
     leaf, part = bound.leaf, bound.fragment
+    if key == "step" and value.dim() == 0:
+        base.state[leaf][key] = int(value) if isinstance(base, StateOptimizer) else value.clone()
+        return
     own = value.reshape(-1)[part.param_start : part.param_start + part.numel].reshape(leaf.shape)
-    if key == "fp32":
+    if key == keys.FP32_WEIGHT_KEY:
         leaf.detach().copy_(own)
-    elif value.dim() == 0 and leaf.dim():
-        base.state[leaf][key] = value.clone()
     else:
         base.state[leaf][key] = own.to(leaf.device, copy=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.checkpoint import CheckpointError, constants, universal_write
+from deepspeed.checkpoint import CheckpointError, constants, enable_universal_checkpoint, universal_write
 from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
 from tests.distributed.checkpoint import runs
 from tests.distributed.checkpoint.test_layouts import OPTIMIZERS, load_run, same_full, save_run
@@ -222,6 +222,44 @@ def test_a_damaged_tag_is_not_converted(pool: WorkerPool, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"optim_states\.pt is damaged"):
         convert(tmp_path)
     assert not (tmp_path / "universal").exists()
+
+
+def save_as(folder: str, settings: dict[str, Any], tag: str) -> str:
+    engine = runs.start(settings)
+    runs.step(engine, 0, 0)
+    engine.save_checkpoint(folder, tag=tag)
+    path, _ = engine.load_checkpoint(folder, tag=tag)
+    engine.destroy()
+    return str(path)
+
+
+def test_a_tag_saved_over_a_universal_folder_is_a_tag(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(1, save_run, str(tmp_path), runs.config(1))
+    output = convert(tmp_path)
+    (path,) = pool.run(1, save_as, str(tmp_path), runs.config(1), "universal")
+    assert path == str(output / "mp_rank_00_model_states.pt")
+    assert not (output / "zero").exists()
+
+
+def load_one_by_one(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """With the historical functions: every parameter by itself, then the weights."""
+    engine = runs.start(settings, seed=9)
+    params = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    enable_universal_checkpoint(param for _, param in params)
+    steps = {name: param.load_hp_checkpoint_state(f"{folder}/zero/{name}", 0, 1) for name, param in params}
+    engine.optimizer.publish_masters()
+    found = runs.snapshot(engine)
+    engine.destroy()
+    return {**found, "steps": steps}
+
+
+def test_parameters_one_by_one(pool: WorkerPool, tmp_path: Path) -> None:
+    saved = pool.run(2, save_run, str(tmp_path), runs.config(2))[0]
+    output = convert(tmp_path)
+    for found in pool.run(2, load_one_by_one, str(output), runs.config(1)):
+        runs.same(saved["masters"], found["masters"])
+        runs.same(saved["states"]["mix.weight"], found["states"]["mix.weight"])
+        assert found["steps"]["mix.weight"] == 3.0
 
 
 def save_twice(folder: str, settings: dict[str, Any]) -> None:
