@@ -14,8 +14,8 @@ well; both ways must agree there.
 
 Verdict: the peak is at most the formula + 1 %, or + 2 buckets (of `reduce_bucket_size` gradient elements). Stage 3 runs
 with settings that release every block of parameters after use; there it is at most the formula + 1 % + 2 blocks, of
-gathered weights or of gradients on their way. A block is as large as a bucket here, and at stage 3 four times as large as
-below it: what travels at a time is at least 128 KiB whatever the bucket.
+gathered weights or of gradients on their way. A block is as large as a bucket here, and at stage 3 four times as large
+as below it: what travels at a time is at least 128 KiB whatever the bucket.
 """
 
 from __future__ import annotations
