@@ -1,0 +1,109 @@
+"""``ds_to_universal`` beside the peer's: time of the whole command, bytes written, memory.
+
+Each release converts a tag that it saved itself (the same model, stage 3, 2 ranks, bf16 with AdamW), alternating.
+Memory is what the process and its children allocate (anonymous pages, their sum, sampled): mapped files are not
+counted, on either side. A table on the screen; ``--write`` keeps it in ``benchmarks/results/universal.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers import TIMEOUT_S, best_and_median, reference_python, run_ranks  # noqa: E402
+
+ROUNDS = int(os.environ.get("ROUNDS", "3"))
+WORKER = Path(__file__).with_name("universal_worker.py")
+RESULT = Path(__file__).with_name("results") / "universal.json"
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += family(int(child))
+    return found
+
+
+def anonymous_nbytes(pid: int) -> int:
+    total = 0
+    for one in family(pid):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            lines = Path(f"/proc/{one}/status").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
+    return total
+
+
+def watched(command: list[str], cwd: Path) -> tuple[float, int]:
+    """Seconds of a command, and the most it held at once."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": ""}
+    start, peak = time.perf_counter(), 0
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+        while process.poll() is None:
+            peak = max(peak, anonymous_nbytes(process.pid))
+            if time.perf_counter() - start > TIMEOUT_S:
+                process.kill()
+                raise RuntimeError(f"{command} took more than {TIMEOUT_S} s")
+            time.sleep(0.005)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            errors.seek(0)
+            raise RuntimeError(f"{command} ended with {process.returncode}: {errors.read().decode()[-2000:]}")
+    return seconds, peak
+
+
+def convert(python: str, folder: Path) -> dict[str, float]:
+    output = folder / "universal"
+    shutil.rmtree(output, ignore_errors=True)
+    flags = ["--input_folder", str(folder / "tag"), "--output_folder", str(output), "--inject_missing_state"]
+    _, idle = watched([python, "-c", "import torch"], folder)
+    seconds, peak = watched([python, "-m", "deepspeed.checkpoint.ds_to_universal", *flags], folder)
+    nbytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    return {"seconds": seconds, "nbytes": nbytes, "peak_nbytes": peak - idle}
+
+
+def main() -> None:
+    interpreters = {"ours": sys.executable}
+    if peer := reference_python():
+        interpreters["reference"] = peer
+    results: dict[str, Any] = {name: [] for name in interpreters}
+    with tempfile.TemporaryDirectory() as name:
+        model: dict[str, Any] = {}
+        for side, python in interpreters.items():
+            (Path(name) / side).mkdir()
+            model = run_ranks(python, WORKER, 2, [str(Path(name) / side)])
+        for _ in range(ROUNDS):
+            for side, python in interpreters.items():
+                results[side].append(convert(python, Path(name) / side))
+                print(side, {key: round(value, 2) for key, value in results[side][-1].items()}, flush=True)
+    best = {side: best_and_median([run["seconds"] for run in runs]) for side, runs in results.items()}
+    state, ours = 12 * model["parameters"], results["ours"][-1]
+    peak = max(run["peak_nbytes"] for run in results["ours"])
+    print(f"{model['parameters']:,} parameters in {model['tensors']} tensors")
+    print(f"seconds (median): {', '.join(f'{side} {low:.2f} ({mid:.2f})' for side, (low, mid) in best.items())}")
+    print(f"output beyond 12 bytes a parameter: {(ours['nbytes'] - state) / 1e6:.2f} MB")
+    print(f"memory beyond torch: {peak / 1e6:.1f} MB, 2 largest tensors are {8 * model['largest'] / 1e6:.1f} MB")
+    if peer:
+        theirs = results["reference"][-1]
+        print(f"reference / ours: time {best['reference'][0] / best['ours'][0]:.1f}")
+        print(f"reference: output {theirs['nbytes'] / state:.2f} x, memory {theirs['peak_nbytes'] / 1e6:.0f} MB")
+    if "--write" in sys.argv:
+        RESULT.write_text(json.dumps({"model": model, "runs": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
