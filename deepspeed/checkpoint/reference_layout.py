@@ -183,6 +183,14 @@ def _sub_group(
     return _group(number, layout.as_record(), [shape for _, shape in members], dtypes, flat)
 
 
+def number_groups(groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+    """Sub-groups take the number of the optimizer's parameter group that lists them."""
+    for number, held in enumerate(settings):
+        for place in held["params"]:
+            if place < len(groups):
+                groups[place]["group_index"] = number
+
+
 def rest_runs(frozen: dict[str, Any], dtypes: dict[str, str], world: int) -> list[dict[str, Any]]:
     """The record's ``rest`` of stage 3: frozen parameters, one run per dtype."""
     runs: dict[str, list[str]] = {}

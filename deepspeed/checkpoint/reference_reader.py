@@ -112,6 +112,7 @@ class ReferenceTag(SavedTag):
             groups = layouts.partitioned_groups(shapes, self._dtypes, shard, where)
             return layouts.record_of(self.stage, groups, [], world, families)
         groups = layouts.sub_groups(shapes, self._dtypes, shard, world, where)
+        layouts.number_groups(groups, self.base_state(shard)[keys.PARAM_GROUPS])
         rest = layouts.rest_runs(self.model.get(keys.FROZEN_PARAM_SHAPES) or {}, self._dtypes, world)
         return layouts.record_of(3, groups, rest, world, families)
 

@@ -143,6 +143,9 @@ class ReferenceWriter:
             return kept
         kept[keys.PARAM_SHAPES] = self.shapes
         if self.stage == 3:
+            kept[keys.PARAM_SHAPES] = [
+                OrderedDict((name, self.shapes[number][name]) for name in listed) for number, listed in self.sub_groups
+            ]
             kept[keys.FROZEN_PARAM_SHAPES], kept[keys.FROZEN_PARAM_FRAGMENTS] = self._frozen(rank)
         return kept
 

@@ -41,7 +41,7 @@ class Case:
     zero: dict[str, Any] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
     exclude_frozen: bool = False
-    universal: bool = True  # the reference's own converter reads it (at stage 3: one sub-group alone)
+    universal: bool = True  # the reference's own converter reads it
     reads_back: bool = True  # the reference's zero_to_fp32 reads it
     converts: bool = True  # a tag of ours can be written in this form
     accessors: bool = True  # the reference's own accessors of masters find the right elements
@@ -169,8 +169,8 @@ CASES = _table(
     Case("stage2_bf16", 2, "bf16", 2, groups=2, frozen=True, tied=True),
     Case("stage2_fp16_static", 2, "fp16_static", 1, client=True, tied=True),
     Case("stage2_elastic", 2, "fp32", 2, groups=2, zero={"elastic_checkpoint": True}, universal=False, converts=False),
-    Case("stage3_fp32", 3, "fp32", 2, groups=2, frozen=True, tied=True, zero={"sub_group_size": 20}, universal=False),
+    Case("stage3_fp32", 3, "fp32", 2, groups=2, frozen=True, tied=True, zero={"sub_group_size": 20}),
     Case("stage3_bf16", 3, "bf16", 3, frozen=True),
-    Case("stage3_fp16", 3, "fp16", 2, groups=2, steps=5, universal=False),
+    Case("stage3_fp16", 3, "fp16", 2, groups=2, steps=5),
     Case("stage2_sgd", 2, "fp32", 2, optimizer="sgd", state_keys=("momentum_buffer",), universal=False),
 )
