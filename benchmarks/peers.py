@@ -63,6 +63,8 @@ def run_ranks(python: str, script: Path, ranks: int, arguments: list[str]) -> di
     finally:
         for process in processes:
             process.kill()
+            if process.stderr is not None:
+                process.stderr.close()
     if any(codes):
         raise RuntimeError(f"{script.name} under {python} ended with {codes}:\n{errors[-2000:]}")
     return json.loads(output.strip().splitlines()[-1])

@@ -39,8 +39,9 @@ def same(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
     assert loaded["steps"] == saved["steps"]
     assert loaded["rate"] == saved["rate"]
     for before, after in zip(saved["masters"], loaded["masters"], strict=True):
-        # One more step by two implementations of Adam: rounding, not a lost step count or moment.
-        assert after == pytest.approx(before, rel=1e-5, abs=1e-6)
+        # One more step: bf16 gradients round differently on both sides (seen: 2e-5). A lost moment or step count makes
+        # it another step of the learning rate's size, 4e-3.
+        assert after == pytest.approx(before, rel=0, abs=1e-4)
 
 
 FROM_HERE = (
