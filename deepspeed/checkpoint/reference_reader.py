@@ -28,6 +28,7 @@ from deepspeed.checkpoint.reader import SavedTag
 from deepspeed.checkpoint.reference_stage0 import Stage0Optimizer, parameters_in
 from deepspeed.runtime.zero.state_dict import base_state_key, dtype_name, masters_key
 
+_EXPECTED = (keys.MODULE, keys.DP_WORLD_SIZE, keys.PARAM_SHAPES, keys.GLOBAL_STEPS)
 _UNREAD = {
     "num_experts": "experts",
     keys.AUTOEP_LAYERS_KEY: "experts",
@@ -50,7 +51,17 @@ class ReferenceTag(SavedTag):
         self.__dict__.update(opened.__dict__)
         self.first_rank = shard_rank
         self.order: list[list[str]] | None = None
+        self._refuse_incomplete()
         self._refuse_unread()
+
+    def _refuse_incomplete(self) -> None:
+        missing = [key for key in _EXPECTED if key not in self.model]
+        if missing:
+            raise CheckpointError(
+                f"{self.path} has no {', '.join(missing)}, which every model-states file of DeepSpeed 0.19 has (found "
+                f"version {self.model[keys.DS_VERSION]}): another release wrote it, or it was changed. Load another "
+                "tag, or its weights through the zero_to_fp32.py beside it"
+            )
 
     def _refuse_unread(self) -> None:
         found = [what for key, what in _UNREAD.items() if self.model.get(key)]
