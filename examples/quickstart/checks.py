@@ -1,6 +1,8 @@
-"""What the quickstart proves after training: an exact resume, and memory that follows the formula of the stage.
+"""What the quickstart proves after training: an exact resume, an export that plain PyTorch reads, and memory as the
+formula of the stage has it.
 
-Owns: the resume check (this run against new processes that load its checkpoint) and the bytes per rank of every stage.
+Owns: the resume checks (this run against new processes that load its checkpoint, also on another number of ranks), the
+export, and the bytes per rank of every stage.
 Does not own: the training step itself; it is handed in.
 Invariant: every rank calls these functions together; they contain collectives.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -24,6 +27,7 @@ from options import STAGES, at_stage
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import safetensors
 
 # The loss after a load shows the weights; the one after that also the optimizer's moments, the schedule and the scale.
 REPLAYED_STEPS = 2
@@ -32,15 +36,39 @@ STATE_KINDS = ("parameter", "gradient", "master", "optimizer")
 
 @dataclass(frozen=True)
 class ResumeCheck:
-    """Losses of the steps after the checkpoint: of the run that went on, and of the new processes that loaded it."""
+    """Losses of the steps after the checkpoint: of the run that went on, and of the new processes that loaded it.
+
+    `alone`: those of one process that loaded it for all ranks; None where the run had one rank itself. Its gradients
+    are summed in another order, so these are close, within `tolerance`.
+    """
 
     continued: list[float]
     resumed: list[float]
     checkpoint: Path
+    alone: list[float] | None = None
+    tolerance: float = 0.0
 
     @property
     def identical(self) -> bool:
         return [loss.hex() for loss in self.continued] == [loss.hex() for loss in self.resumed]
+
+    @property
+    def difference(self) -> float:
+        """Largest difference of the losses on one rank."""
+        pairs = zip(self.continued, self.alone or self.continued, strict=True)
+        return max(abs(one - other) for one, other in pairs)
+
+    @property
+    def passed(self) -> bool:
+        return self.identical and self.difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Export:
+    """A safetensors file of the weights; the held-out loss of the plain module that loaded it (nan: other ranks)."""
+
+    path: Path
+    held_out: float
 
 
 @dataclass(frozen=True)
@@ -66,11 +94,21 @@ def check_resume(
     engine.save_checkpoint(str(folder), tag=f"step{step}", client_state={"step": step})
     engine.train()
     continued = [_mean_over_ranks(train_step(step + i)) for i in range(REPLAYED_STEPS)]
+    resumed = _replayed(options, folder)
+    ranks = dist.get_world_size()
+    alone = None if ranks == 1 else _replayed(options, folder, "--replay_shares", str(ranks))
+    # fp32 losses near 2 differ by some 1e-7; a bf16 weight rounds at 4e-3 of its value.
+    tolerance = 1e-4 if next(engine.module.parameters()).dtype == torch.float32 else 2e-2
+    return ResumeCheck(continued, resumed, folder / f"step{step}", alone, tolerance)
+
+
+def _replayed(options: argparse.Namespace, folder: Path, *shares: str) -> list[float]:
+    """Losses of new processes that load the checkpoint; with `shares`: of one that does the work of all ranks."""
     dist.barrier()
-    _run_new_process(["--replay", str(folder)])
+    if not shares or dist.get_rank() == 0:
+        _run_new_process(["--replay", str(folder), *shares], alone=bool(shares))
     dist.barrier()
-    resumed = json.loads(_replay_file(options).read_text())["losses"]
-    return ResumeCheck(continued, [float.fromhex(loss) for loss in resumed], folder / f"step{step}")
+    return [float.fromhex(loss) for loss in json.loads(_replay_file(options).read_text())["losses"]]
 
 
 def replay(engine: Any, options: argparse.Namespace, train_step: Callable[[int], torch.Tensor]) -> None:
@@ -93,16 +131,23 @@ def _mean_over_ranks(loss: torch.Tensor) -> float:
     return loss.item() / dist.get_world_size()
 
 
-def _run_new_process(arguments: list[str]) -> None:
-    """Start this script once more on each rank, as a new process group on a port of its own, and wait for it."""
-    port = torch.zeros((), dtype=torch.int64)
-    if dist.get_rank() == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port.fill_(probe.getsockname()[1])
-    port = port.to(get_accelerator().current_device_name())
-    dist.broadcast(port, 0)
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run_new_process(arguments: list[str], *, alone: bool = False) -> None:
+    """Start this script once more on each rank, as a new process group on a port of its own, and wait for it.
+
+    `alone`: only this rank calls, and the new group has one rank.
+    """
+    port = torch.tensor(_free_port() if dist.get_rank() == 0 else 0, device=get_accelerator().current_device_name())
+    if not alone:
+        dist.broadcast(port, 0)
     environment = {**os.environ, "MASTER_PORT": str(port.item()), "DS_LOG_LEVEL": "error"}
+    if alone:
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), "1")
     # Under torchrun the agent keeps the rendezvous; the new group must make its own.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     command = [sys.executable, *sys.argv, *arguments]
@@ -114,6 +159,19 @@ def _run_new_process(arguments: list[str]) -> None:
             f"rank {dist.get_rank()}: the new process for the resume check ended with code {ended.returncode}\n"
             f"{' '.join(command)}\n{ended.stdout}"
         )
+
+
+def export(engine: Any, options: argparse.Namespace, plain: torch.nn.Module, loss: Callable[[Any], float]) -> Export:
+    """Write the weights as safetensors; on rank 0, load them strictly into `plain` and compute its `loss`."""
+    path = options.out / "model.safetensors"
+    if not engine.save_16bit_model(str(path.parent), path.name):
+        raise RuntimeError("the export needs zero_optimization.stage3_gather_16bit_weights_on_model_save: true")
+    found = math.nan
+    if dist.get_rank() == 0:
+        safetensors.load(plain, path)
+        found = loss(plain)
+    dist.barrier()
+    return Export(path, found)
 
 
 def memory_by_stage(

@@ -45,6 +45,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="share the weight of embedding and output head")
     # The resume check starts this script again, in new processes, to continue a checkpoint for a few steps.
     parser.add_argument("--replay", type=Path, help=argparse.SUPPRESS)
+    # Ranks of the run that wrote the checkpoint, where the replay has another number of them.
+    parser.add_argument("--replay_shares", type=int, default=0, help=argparse.SUPPRESS)
     parser = deepspeed.add_config_arguments(parser)
     options = parser.parse_args(arguments)
     if options.deepspeed_config is None:

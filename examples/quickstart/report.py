@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checks import STATE_KINDS, ResumeCheck, StageMemory
+from checks import STATE_KINDS, Export, ResumeCheck, StageMemory
 from data import Corpus
 from rich.console import Console
 from rich.table import Table
@@ -72,6 +72,7 @@ def show_end(
     held_out: float,
     text: str,
     resumed: ResumeCheck,
+    exported: Export,
     memory: Sequence[StageMemory],
     options: argparse.Namespace,
 ) -> None:
@@ -89,6 +90,12 @@ def show_end(
     picture = draw(history.losses, held_out, memory, options.out / "report.png")
     where = picture or "not drawn: matplotlib is not installed (pip install matplotlib)"
     console.print(f"\nreport      {where}\ncheckpoint  {resumed.checkpoint}", markup=False)
+    console.print(
+        f"export      {exported.path} ({mebibytes(exported.path.stat().st_size)}); "
+        f"held-out loss of a plain PyTorch module that loaded it: {exported.held_out:.6f} "
+        f"(the engine's: {held_out:.6f})",
+        markup=False,
+    )
 
 
 def memory_table(memory: Sequence[StageMemory]) -> Table:
@@ -106,10 +113,17 @@ def memory_table(memory: Sequence[StageMemory]) -> Table:
 
 def resume_table(resumed: ResumeCheck) -> Table:
     verdict = "identical to the last bit" if resumed.identical else "DIFFERENT"
-    table = Table(title=f"resume in new processes: {verdict}", title_justify="left")
-    for heading in ("loss", "this run, going on", "new processes, resumed"):
+    title = f"resume in new processes: {verdict}"
+    columns = [resumed.continued, resumed.resumed]
+    headings = ["loss", "this run, going on", "new processes, resumed"]
+    if resumed.alone is not None:
+        title += f"; on 1 rank: within {resumed.difference:.1e}"
+        columns.append(resumed.alone)
+        headings.append("one process, resumed")
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
         table.add_column(heading)
-    for i, losses in enumerate(zip(resumed.continued, resumed.resumed, strict=True), start=1):
+    for i, losses in enumerate(zip(*columns, strict=True), start=1):
         table.add_row(f"step +{i}", *(f"{loss:.9f}  {bits(loss)}" for loss in losses))
     return table
 

@@ -52,16 +52,21 @@ def build_engine(options: argparse.Namespace, config: dict[str, Any]) -> Any:
 
 
 def train_step(engine: Any, corpus: Corpus, options: argparse.Namespace, step: int) -> torch.Tensor:
-    """One optimizer step, which is `gradient_accumulation_steps` micro-steps. Returns this rank's mean loss, fp32."""
-    micro_steps = engine.gradient_accumulation_steps()
+    """One optimizer step, which is `gradient_accumulation_steps` micro-steps. Returns this rank's mean loss, fp32.
+
+    The windows of a step do not depend on the number of ranks: fewer ranks take more micro-steps over the same shares.
+    """
+    micro_steps, ranks = engine.gradient_accumulation_steps(), dist.get_world_size()
+    shares = options.replay_shares or ranks
     total = torch.zeros((), device=engine.device)
     for micro in range(micro_steps):
+        batch, share = divmod(micro * ranks + dist.get_rank(), shares)
         tokens, targets = corpus.batch(
-            step * micro_steps + micro,
+            step * micro_steps * ranks // shares + batch,
             engine.train_micro_batch_size_per_gpu(),
             options.context,
-            share=dist.get_rank(),
-            shares=dist.get_world_size(),
+            share=share,
+            shares=shares,
             seed=options.seed,
         )
         loss = engine(tokens.to(engine.device), targets.to(engine.device))
@@ -97,11 +102,12 @@ def train(engine: Any, corpus: Corpus, options: argparse.Namespace, steps: int, 
 
 
 def held_out_loss(engine: Any, corpus: Corpus, options: argparse.Namespace) -> float:
-    """Mean loss in nats per byte on text the training never saw."""
+    """Mean loss in nats per byte on text the training never saw. `engine`: or the plain module."""
     engine.eval()
+    device = next(engine.parameters()).device
     with torch.no_grad():
         losses = [
-            engine(tokens.to(engine.device), targets.to(engine.device)).item()
+            engine(tokens.to(device), targets.to(device)).item()
             for tokens, targets in corpus.held_out_batches(4, 8, options.context)
         ]
     return sum(losses) / len(losses)
@@ -122,6 +128,9 @@ def run(options: argparse.Namespace, interrupt: Interrupt) -> None:
     on_device = accelerator.device_name() != "cpu"
     config, steps = deepspeed_config(options, prefer_bf16=on_device and accelerator.is_bf16_supported())
     corpus = load_corpus(options.data, options.out, min_bytes=64 * options.context)
+    if options.replay_shares:
+        accumulation = config.get("gradient_accumulation_steps", 1)
+        config["gradient_accumulation_steps"] = accumulation * options.replay_shares // dist.get_world_size()
     engine = build_engine(options, at_stage(config))
     if options.replay:
         checks.replay(engine, options, lambda step: train_step(engine, corpus, options, step))
@@ -130,12 +139,15 @@ def run(options: argparse.Namespace, interrupt: Interrupt) -> None:
     history = train(engine, corpus, options, steps, interrupt)
     held_out = held_out_loss(engine, corpus, options)
     text = sample_text(engine, options)
+    plain = ByteLlama(model_config(options)).to(next(engine.parameters()).dtype).to(engine.device)
+    exported = checks.export(engine, options, plain, lambda model: held_out_loss(model, corpus, options))
+    del plain
     resumed = checks.check_resume(engine, options, steps, lambda step: train_step(engine, corpus, options, step))
     memory = checks.memory_by_stage(engine, config, corpus, options, lambda changed: build_engine(options, changed))
     engine.destroy()
     if dist.get_rank() == 0:
-        report.show_end(history, held_out, text, resumed, memory, options)
-    if not resumed.identical:
+        report.show_end(history, held_out, text, resumed, exported, memory, options)
+    if not resumed.passed:
         raise SystemExit("the resumed run computed other losses than the one that went on")
 
 

@@ -57,7 +57,8 @@ def test_it_trains_resumes_exactly_and_reports(quickstart: Path, text: Path, fla
     first, last = re.search(r"loss +(\d+\.\d+) -> (\d+\.\d+)", output).groups()
     assert float(last) < float(first)
     assert ("bfloat16" if flags else "float32") in output
-    for shown in ("ZeRO stage", "8/8", "grad norm", "tokens/s", "ETA", "identical to the last bit"):
+    proofs = ("identical to the last bit", "on 1 rank: within ", "model.safetensors")
+    for shown in ("ZeRO stage", "8/8", "grad norm", "tokens/s", "ETA", *proofs):
         assert shown in output
     memory = re.findall(r"│ +([0-3]) │ +[\d.]+ MiB │ +[\d.]+ MiB │ +([\d.]+) │ +([-\d.]+)", output)
     assert [stage for stage, *_ in memory] == ["0", "1", "2", "3"]

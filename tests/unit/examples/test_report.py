@@ -70,6 +70,11 @@ def test_resume_table_compares_every_bit() -> None:
     assert "0x1.4p+1" in printed(resume_table(same))
     other = ResumeCheck([2.5], [2.5 + 2**-51], Path("x"))
     assert not other.identical
+    assert not other.passed
+    alone = ResumeCheck([2.5], [2.5], Path("x"), alone=[2.5 + 2**-20], tolerance=1e-4)
+    assert alone.passed
+    assert "on 1 rank: within 9.5e-07" in printed(resume_table(alone))
+    assert not ResumeCheck([2.5], [2.5], Path("x"), alone=[2.6], tolerance=1e-4).passed
     assert "DIFFERENT" in printed(resume_table(other))
 
 
