@@ -2,7 +2,8 @@
 """Saving, loading and exporting. Names are exported lazily.
 
 Start reading at ``manager.py`` (the order of steps), then ``names.py`` (what is on disk),
-``runtime/zero/state_dict.py`` (the form of optimizer state), ``index.py`` (how it is found again).
+``runtime/zero/state_dict.py`` (the form of optimizer state), ``index.py`` (how it is found again). The other rooms:
+section "Checkpoints" of ``docs/architecture.md``.
 """
 
 from __future__ import annotations
