@@ -84,3 +84,37 @@ def test_fp16_skips_a_step_that_overflows_and_goes_on():
     assert engine.global_steps - engine.skipped_steps > 0
     assert all(torch.isfinite(param).all() for param in engine.module.parameters())
     engine.destroy()
+
+
+@pytest.mark.parametrize("decoupled", (False, True), ids=["at once", "beside training"])
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_resumed_run_equals_the_one_that_went_on(stage: int, decoupled: bool, tmp_path):
+    """What is saved is what the device held at the call, although training goes on while it is written."""
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        "checkpoint": {"writer": {"type": "FAST", "decoupled": decoupled}} if decoupled else {},
+    }
+
+    def train(engine, first: int) -> list[float]:
+        losses = []
+        for step in range(first, first + STEPS):
+            x, y = (tensor.bfloat16() for tensor in batch(step))
+            loss = nn.functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    engine, *_ = deepspeed.initialize(model=model(), config=config)
+    train(engine, 0)
+    engine.save_checkpoint(str(tmp_path))
+    went_on = train(engine, STEPS)
+    engine.destroy()
+    resumed, *_ = deepspeed.initialize(model=model(), config=config)
+    path, _ = resumed.load_checkpoint(str(tmp_path))
+    assert path is not None
+    assert train(resumed, STEPS) == went_on
+    resumed.destroy()
