@@ -137,10 +137,13 @@ class Lora(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)  # saves its weight itself, where a Linear saves a view of it
         self.base.requires_grad_(False)
+        self.norm.requires_grad_(False)
         self.down, self.up = nn.Parameter(torch.randn(DIM, 2) / 4), nn.Parameter(torch.randn(2, DIM) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
         return torch.tanh(self.base(x) + x @ self.down @ self.up)
 
 
@@ -233,6 +236,26 @@ def offloaded(engine: Any, x: Tensor) -> Tensor:
         return engine(x).pow(2).mean()
 
 
+def kept_as_they_are(engine: Any, x: Tensor) -> Tensor:
+    module = engine.module
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        outside = engine(x).pow(2).mean()
+
+    def inside(module: nn.Module, args: Any) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        hooks.__enter__()
+        module.kept = hooks
+
+    def leave(module: nn.Module, args: Any, output: Tensor) -> None:
+        module.kept.__exit__()
+
+    handles = [module.register_forward_pre_hook(inside), module.register_forward_hook(leave)]
+    loss = outside + engine(x).pow(2).mean()
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
 def parts(engine: Any, x: Tensor) -> Tensor:
     return engine.module.other(torch.tanh(engine.module.inner(x))).pow(2).mean()
 
@@ -248,6 +271,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "double backward": (Borrow, gradient_penalty),
     "functional call": (Borrow, functional),
     "saved tensors on the host": (Borrow, offloaded),
+    "hooks that keep what they get": (lambda: Checkpointed("plain"), kept_as_they_are),
     "parts called by themselves": (Borrow, parts),
     "nested results": (Shapes, lambda engine, x: engine(x, flag=True)["deep"][0][0].pow(2).mean()),
     "generator": (Streams, lambda engine, x: sum(h.pow(2).mean() for h in engine(x))),

@@ -6,16 +6,22 @@ and the same view of the new buffer is made. This is all that backward needs: th
 whatever backward does (re-entrant, double, twice with ``retain_graph``, of a user-written function) comes by here.
 
 A user's own ``saved_tensors_hooks`` inside (``save_on_cpu``, activation checkpointing) take precedence, as torch has
-it; they then hold values or recompute, which is right too.
+it; they then hold values or recompute, which is right too. What autograd gives such hooks of a leaf is the parameter
+itself, which loses its values when its block is released; torch's checkpoint keeps a frozen one as it is. So hooks that
+are entered inside get an alias in its place: another parameter that holds on to the buffer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from deepspeed.runtime.zero.param_block import ParamBlock, live_buffers
 
@@ -63,6 +69,42 @@ def _unpack(saved: Any) -> torch.Tensor:
     return full.as_strided(saved.shape, saved.stride, saved.offset)
 
 
-def keep_sharded() -> contextlib.AbstractContextManager[Any]:
+def _with_aliases(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """``pack`` of a user's hooks, given an alias wherever it would be given a sharded parameter itself."""
+
+    def with_aliases(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter) and live_buffers.get(tensor.untyped_storage().data_ptr()) is not None:
+            tensor = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)  # a parameter: hooks may ask
+        return pack(tensor)
+
+    return with_aliases
+
+
+_enter = saved_tensors_hooks.__enter__
+_lock = threading.Lock()
+_scopes = 0  # keep_sharded contexts under way, in any thread
+
+
+def _enter_with_aliases(hooks: saved_tensors_hooks) -> None:
+    if hooks.pack_hook is _pack:
+        _enter(hooks)
+    else:
+        torch._C._autograd._push_saved_tensors_default_hooks(_with_aliases(hooks.pack_hook), hooks.unpack_hook)
+
+
+def _count(scopes: int) -> None:
+    global _scopes
+    with _lock:
+        _scopes += scopes
+        saved_tensors_hooks.__enter__ = _enter_with_aliases if _scopes else _enter  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def keep_sharded() -> Iterator[None]:
     """The context in which graphs keep notes instead of gathered parameters."""
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    _count(1)
+    try:
+        with saved_tensors_hooks(_pack, _unpack):
+            yield
+    finally:
+        _count(-1)
