@@ -150,3 +150,10 @@ LIBRARY_KEYS = frozenset(
         MP_WORLD_SIZE, CHECKPOINT_PARALLEL_DIMS, DS_CONFIG, DS_VERSION, LAYOUT_RECORD, ENGINE_STATE,
     }
 )  # fmt: skip
+# Those that a load of everything leaves out of the client state: when a save is given one, it is the user's own.
+NEVER_HANDED_OUT = frozenset(
+    {
+        MODULE, OPTIMIZER, LR_SCHEDULER, DATA_SAMPLER, RANDOM_LTD, SKIPPED_STEPS, GLOBAL_STEPS, DP_WORLD_SIZE,
+        MP_WORLD_SIZE, LAYOUT_RECORD, ENGINE_STATE,
+    }
+)  # fmt: skip

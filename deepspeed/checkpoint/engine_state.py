@@ -112,7 +112,7 @@ def client_state(
         hidden.add(keys.OPTIMIZER)
     shown = {key: value for key, value in saved.model.items() if key not in hidden}
     for key, value in shown.items():
-        if key not in keys.LIBRARY_KEYS:
+        if key not in keys.LIBRARY_KEYS - {keys.LR_SCHEDULER}:
             saved.check_trust(f"client_state[{key!r}]", value)
     return dict(_own_copy(shown))
 

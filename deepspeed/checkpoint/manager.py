@@ -113,12 +113,22 @@ class CheckpointManager:
         return True
 
     def _own_client_state(self, client_state: dict[str, Any]) -> dict[str, Any]:
-        """The user's keys; those the library owns (handed out by ``load_checkpoint``) are left out."""
+        """The user's keys; those the library owns (handed out by ``load_checkpoint``) are left out.
+
+        Who steps a schedule of their own may keep its state under the key that is free then.
+        """
         own = {keys.CHECKPOINT_PARALLEL_DIMS: writer.parallel_dimensions(self.engine)}
         reserved = [key for key, value in own.items() if key in client_state and client_state[key] != value]
         if reserved:
             raise KeyError(f"client_state: {', '.join(reserved)} belongs to the library; use another key")
-        kept = {key: value for key, value in client_state.items() if key not in keys.LIBRARY_KEYS}
+        owned = keys.LIBRARY_KEYS - ({keys.LR_SCHEDULER} if self.engine.lr_scheduler is None else set())
+        kept = {key: value for key, value in client_state.items() if key not in owned}
+        lost = [key for key in client_state if key in keys.NEVER_HANDED_OUT & owned and client_state[key] is not None]
+        if lost:
+            self._say(
+                f"client_state: {', '.join(map(repr, lost))} belong to the library, which saves its own value there; "
+                "yours are NOT saved, use other keys"
+            )
         if self.rank == 0:
             self._warn_of_trust(kept)
         return kept
@@ -240,7 +250,7 @@ class CheckpointManager:
         saved = open_tag(folder, tag, mp_rank, shard_rank, shards, universal=universal)
         optimizer = engine.zero_optimizer if not module_only else None
         if optimizer is not None:
-            saved.take_order(restore.given_order(optimizer))
+            saved.take_order(*restore.given_orders(optimizer))
         wants_masters = optimizer_states or engine.zero_load_from_fp32_weights()
         shard_files: list[str] = []
         if saved.stage >= 3 or (

@@ -124,7 +124,7 @@ class Publication:
             self._copy_scripts(folder)
         if job.save_latest:
             durable.write_text(folder / names.LATEST, job.tag)
-        self._retain(final, token)
+        self._retain(folder, final, token)
         durable.clear_leftovers(final.parent, is_complete)
 
     @staticmethod
@@ -136,15 +136,21 @@ class Publication:
                 durable.write_text(target, text)
                 target.chmod(target.stat().st_mode | 0o100)
 
-    def _retain(self, final: Path, token: str) -> None:
-        """Delete the oldest complete tags beyond ``checkpoint.keep_last``, never the one ``latest`` names."""
+    def _retain(self, folder: Path, final: Path, token: str) -> None:
+        """Delete the oldest complete tags beyond ``checkpoint.keep_last``, never the one ``latest`` names.
+
+        Tags with folders (``run/7``) lie below the file ``latest``; tags that hold other tags stay for these.
+        """
         keep = self.config.keep_last
         if keep is None:
             return
         found = [tag for _, tag in complete_tags(final.parent) if tag != final.name]
-        pointed = None
-        with contextlib.suppress(ValueError):
-            pointed = reader.read_latest(final.parent)
+        pointed = set()
+        for place in (folder, final.parent):
+            with contextlib.suppress(ValueError):
+                named = reader.read_latest(place)
+                if named is not None:
+                    pointed.add(place / named)
         for tag in found[: max(0, len(found) + 1 - keep)]:
-            if tag != pointed:
+            if final.parent / tag not in pointed and not reader.tags_in(final.parent / tag):
                 durable.delete_folder(final.parent / tag, tag, token)

@@ -138,8 +138,10 @@ class SavedTag:
         """An optimizer's state was saved, in a form this release knows."""
         return self.record is not None and bool(self.record["groups"])
 
-    def take_order(self, order: Sequence[Sequence[str]]) -> None:
-        """The parameter names of the running optimizer, group by group, for files that hold none. Ours hold them."""
+    def take_order(self, *orders: Sequence[Sequence[str]]) -> None:
+        """The parameter names of the running optimizer, group by group, for files that hold none. Ours hold them.
+
+        Several when it is not known whether those files count the frozen ones."""
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 

@@ -33,9 +33,11 @@ _FAMILIES_BY_STATE = {
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ["adam"],
     frozenset({"exp_avg"}): ["lion"],
     frozenset({"momentum_buffer"}): ["sgd", "muon"],
+    frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"}): ["muon"],
     frozenset({"sum"}): ["adagrad"],
     frozenset({"square_avg"}): ["rmsprop"],
 }
+_PER_ELEMENT = frozenset(key for states in _FAMILIES_BY_STATE for key in states)
 _FAMILY_OF_TYPE = {
     "adam": "adam", "adamw": "adam", "muadam": "adam", "muadamw": "adam", "lamb": "lamb", "lion": "lion", "sgd": "sgd",
     "musgd": "sgd", "adagrad": "adagrad", "muon": "muon", "rmsprop": "rmsprop",
@@ -265,23 +267,30 @@ def add_shard(
             _check_mapping(shard, number, parts, where)
         needed = max((start + numel for _, _, numel, start in parts), default=0)
         for key, value in [(indexing.MASTER, masters[number]), *states[number].items()]:
-            kind = _kind(value, needed, layout.shard_numel, f"{where}: group {number}, {key!r}")
+            counts = key not in _PER_ELEMENT and key != indexing.MASTER
+            kind = _kind(value, needed, layout.shard_numel, f"{where}: group {number}, {key!r}", may_count=counts)
             for name, start, numel, offset in parts:
                 place = offset if kind == FLAT else 0
                 index.add(name, key, indexing.Extent(file, f"group {number}.{key}", place, start, numel, kind, value))
 
 
-def _kind(value: Any, needed: int, piece: int, where: str) -> str:
-    if not isinstance(value, torch.Tensor):
+def _kind(value: Any, needed: int, piece: int, where: str, *, may_count: bool) -> str:
+    """``may_count``: the state may be one number for all elements. Moments of a wrong length would not be noticed by
+    fused updates, which would write past their end."""
+    if may_count and not isinstance(value, torch.Tensor):
         return PLAIN
-    if value.dim() == 0:
+    if may_count and value.dim() == 0:
         return SCALAR
-    if value.dim() == 1 and needed <= value.numel() <= max(piece, needed):
+    if isinstance(value, torch.Tensor) and value.dim() == 1 and needed <= value.numel() <= max(piece, needed):
         return FLAT
     raise CheckpointError(
-        f"{where} has shape {tuple(value.shape)}; expected one dimension of {needed} elements, or of {piece} with "
+        f"{where} {_form(value)}; expected one dimension of {needed} elements, or of {piece} with "
         "padding. Load the weights alone with load_module_only=True"
     )
+
+
+def _form(value: Any) -> str:
+    return f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
 
 
 def _check_mapping(shard: dict[str, Any], number: int, parts: list[tuple[str, int, int, int]], where: str) -> None:

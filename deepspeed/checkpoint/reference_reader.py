@@ -50,7 +50,7 @@ class ReferenceTag(SavedTag):
     def __init__(self, opened: SavedTag, shard_rank: int = 0) -> None:
         self.__dict__.update(opened.__dict__)
         self.first_rank = shard_rank
-        self.order: list[list[str]] | None = None
+        self.orders: list[list[list[str]]] = []
         self._refuse_incomplete()
         self._refuse_unread()
 
@@ -102,8 +102,8 @@ class ReferenceTag(SavedTag):
         saved = self.model[keys.OPTIMIZER]
         return layouts.scaler_of(saved) if keys.OPTIMIZER_STATE_DICT in saved else {}
 
-    def take_order(self, order: Sequence[Sequence[str]]) -> None:
-        self.order = [list(group) for group in order]
+    def take_order(self, *orders: Sequence[Sequence[str]]) -> None:
+        self.orders = [[list(group) for group in order] for order in orders]
 
     # ---- the record ------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class ReferenceTag(SavedTag):
 
     @cached_property
     def _named(self) -> list[list[str]]:
-        return self._stage_0.named_groups(self.order)
+        return self._stage_0.named_groups(self.orders)
 
     # ---- module ----------------------------------------------------------------------------------------------------
 

@@ -50,20 +50,22 @@ class Stage0Optimizer:
 
     # ---- names -----------------------------------------------------------------------------------------------------
 
-    def named_groups(self, order: Sequence[Sequence[str]] | None) -> list[list[str]]:
-        """The names of every group's parameters. ``order``: those of the running optimizer.
+    def named_groups(self, orders: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+        """The names of every group's parameters. ``orders``: those of the running optimizer, with frozen ones (their
+        fp32 optimizers count them) and without (their 16-bit ones do not).
 
         Raises CheckpointError when neither it nor the module fits.
         """
         groups = self.plain[keys.PARAM_GROUPS]
         if not self.flat and all("param_names" in group for group in groups):
             return [list(group["param_names"]) for group in groups]
-        tried = []
-        if order is not None:
+        tried: list[str] = []
+        for order in orders:
             problem = self._misfit(order)
             if problem is None:
                 return [list(group) for group in order]
-            tried.append(f"those of this run's optimizer do not fit ({problem})")
+            if not tried:
+                tried.append(f"those of this run's optimizer do not fit ({problem})")
         if len(groups) == 1:
             problem = self._misfit([list(self.module)])
             if problem is None:

@@ -219,6 +219,10 @@ class ReferenceWriter:
             pack.add(torch.zeros(sum(waiting)))
         return pack.whole()
 
+    def _is_element(self, name: str, key: str, kind: str) -> bool:
+        """A state without dimensions of a parameter without any is that of its one element, no count of steps."""
+        return kind == SCALAR and key != "step" and self.saved.parameters[name].shape == ()
+
     def _state(self, parts: list[Part], padding: int, where: str) -> dict[str, Any]:
         """The state of one flat tensor. Raises CheckpointError for state that is not one value per element."""
         found: dict[str, Any] = {}
@@ -232,9 +236,9 @@ class ReferenceWriter:
                 extents = self.saved.index.cover(part.name, key, part.start, part.numel)
                 if not extents:
                     continue
-                if extents[0].kind in (SCALAR, PLAIN):
+                if extents[0].kind in (SCALAR, PLAIN) and not self._is_element(part.name, key, extents[0].kind):
                     single.setdefault(key, {})[part.name] = extents[0].whole()
-                elif extents[0].kind == FLAT:
+                elif extents[0].kind in (FLAT, SCALAR):
                     found.setdefault(key, None)
                 else:
                     raise CheckpointError(
@@ -330,17 +334,18 @@ class ReferenceWriter:
         """The ``optimizer`` entry of stage 0: a torch state dict in the module's order, and masters beside it."""
         states: dict[int, dict[str, Any]] = {}
         groups, masters, position = [], [], 0
-        for settings, group in zip(self.saved.hyper_parameters, self.shapes, strict=True):
-            numbers = list(range(position, position + len(group)))
-            for number, name in zip(numbers, group, strict=True):
-                if state := self._whole_state(name):
+        in_fp32 = all(held.aliased and held.dtype == "float32" for held in self.saved.parameters.values())
+        for settings, listed in zip(self.saved.hyper_parameters, self._members(with_frozen=in_fp32), strict=True):
+            numbers = list(range(position, position + len(listed)))
+            for number, name in zip(numbers, listed, strict=True):
+                if name in self.saved.parameters and (state := self._whole_state(name)):
                     states[number] = state
             kept = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
             groups.append({**kept, "params": numbers})
-            masters.append([self._whole(name, MASTER) for name in group])
-            position += len(group)
+            masters.append([self._whole(name, MASTER) for name in listed if name in self.saved.parameters])
+            position += len(listed)
         plain = {"state": states, keys.PARAM_GROUPS: groups}
-        if all(held.aliased and held.dtype == "float32" for held in self.saved.parameters.values()):
+        if in_fp32:
             return plain
         scaler = self.saved.loss_scaler
         shown = ["cur_scale", "cur_iter"] + ["last_overflow_iter", "scale_factor", "scale_window"] * bool(
@@ -352,6 +357,13 @@ class ReferenceWriter:
             keys.OPTIMIZER_STATE_DICT: plain,
             keys.FP32_GROUPS: masters,
         }
+
+    def _members(self, *, with_frozen: bool) -> list[list[str]]:
+        """Names of every group's parameters at stage 0. Their fp32 optimizer counts frozen ones it was given, too."""
+        given = self.saved.engine_state.get("optimizer_order") if with_frozen else None
+        if not given:
+            return [list(group) for group in self.shapes]
+        return [list(group) for group in given]
 
     def _whole(self, name: str, what: str) -> torch.Tensor:
         shape = self.saved.parameters[name].shape

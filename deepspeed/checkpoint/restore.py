@@ -256,9 +256,11 @@ def plan_optimizer(
     return plan
 
 
-def given_order(optimizer: ZeroOptimizer) -> list[list[str]]:
-    """Names of each group's parameters, frozen ones too, in the order they were given to the optimizer."""
-    return [[optimizer.names.get(id(param), "") for param in members] for members in optimizer.client_groups]
+def given_orders(optimizer: ZeroOptimizer) -> list[list[list[str]]]:
+    """Names of each group's parameters in the order they were given to the optimizer: with frozen ones, and without."""
+    frozen = {id(param) for _, param in optimizer.frozen}
+    whole = [[(id(param), optimizer.names.get(id(param), "")) for param in group] for group in optimizer.client_groups]
+    return [[[name for key, name in group if key not in left] for group in whole] for left in (set(), frozen)]
 
 
 def fragments_of(optimizer: ZeroOptimizer) -> Iterator[tuple[ShardGroup, BoundFragment]]:
@@ -309,7 +311,7 @@ def _own_form(base: torch.optim.Optimizer, key: str, extents: list[Extent]) -> l
 def _check_family(optimizer: ZeroOptimizer, saved: SavedTag) -> None:
     assert saved.record is not None
     own, theirs = zero_state.optimizer_families(optimizer.optimizer), saved.record["optimizer"]
-    if theirs and not set(own) & set(theirs):  # tags of other releases may not say
+    if theirs and not set(own) & set(map(zero_state.family, theirs)):  # tags of other releases may not say
         raise CheckpointError(
             f"{saved.folder} holds the state of optimizer {theirs[0]!r}, this engine runs {own[0]!r}: its state would "
             "be lost. Load with load_optimizer_states=False to start the optimizer afresh"

@@ -100,7 +100,7 @@ def model_states(
     client_state: dict[str, Any],
     exclude_frozen: bool,
 ) -> dict[str, Any]:
-    """Content of the model-states file. The library's own keys win over ``client_state``."""
+    """Content of the model-states file. Values of the library win over those of ``client_state``."""
     optimizer = engine.zero_optimizer
     named = list(engine.module.named_parameters(remove_duplicate=False))
     module = module_state(engine, exclude_frozen)
@@ -133,7 +133,7 @@ def model_states(
     if stage == 2 and not exclude_frozen:
         state[keys.FROZEN_PARAM_SHAPES] = OrderedDict((name, param.shape) for name, param in frozen.items())
         state[keys.FROZEN_PARAM_FRAGMENTS] = OrderedDict((name, param.detach()) for name, param in frozen.items())
-    return {**client_state, **state}
+    return {**state, **{key: value for key, value in client_state.items() if state.get(key) is None}}
 
 
 def rest_states(rest: list[resting.RestRun], exclude_frozen: bool) -> dict[str, Any]:
@@ -214,8 +214,16 @@ def engine_state(engine: DeepSpeedEngine, left_out: Sequence[str]) -> dict[str, 
         "data_loader": _state_of(engine.training_dataloader),
         "callbacks": engine.callbacks.state_dict(),
         "excluded_frozen": list(left_out),
+        "optimizer_order": optimizer_order(engine.zero_optimizer),
         "loss_scaler": zero_state.scaler_state(getattr(engine.zero_optimizer, "loss_scaler", None)),
     }
+
+
+def optimizer_order(optimizer: ZeroOptimizer | None) -> list[list[str]] | None:
+    """Names of the parameters the optimizer was given, where frozen ones are among them: nothing else says so."""
+    if optimizer is None or not optimizer.frozen:
+        return None
+    return [[optimizer.names.get(id(param), "") for param in group] for group in optimizer.client_groups]
 
 
 def _state_of(thing: Any) -> Any:

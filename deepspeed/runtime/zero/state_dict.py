@@ -119,7 +119,7 @@ def family(name: str) -> str:
     plain = name.lower().removeprefix("deepspeed")
     for prefix in ("fused", "cpu", "torch"):
         plain = plain.removeprefix(prefix)
-    return {"adamw": "adam"}.get(plain, plain)
+    return {"adamw": "adam", "muonwithauxadam": "muon"}.get(plain, plain)
 
 
 def masters(optimizer: ZeroOptimizer, join: Join, stage: int) -> list[Any]:

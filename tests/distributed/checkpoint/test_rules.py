@@ -783,6 +783,43 @@ def test_retention_keeps_the_newest_and_the_one_pointed_to(pool: WorkerPool, tmp
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["a", "b", "c", "mine"]
 
 
+def nested_retention_body(folder: str) -> None:
+    engine = runs.start(runs.config(1, checkpoint={"keep_last": 1}))
+    for tag, latest in (("run/1", True), ("run/2", False), ("run/3", False)):
+        engine.save_checkpoint(folder, tag=tag, save_latest=latest)
+    engine.load_checkpoint(folder)
+    assert engine.loaded_checkpoint_tag == "run/1"
+    for tag, latest in (("a", True), ("a/b", True), ("c", False)):
+        engine.save_checkpoint(folder, tag=tag, save_latest=latest)
+    engine.load_checkpoint(folder)
+    assert engine.loaded_checkpoint_tag == "a/b"
+    engine.destroy()
+
+
+def test_retention_knows_tags_in_folders(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(1, nested_retention_body, str(tmp_path))
+    assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["1", "3"]
+
+
+def own_schedule_body(folder: str) -> None:
+    settings = runs.config(1)
+    del settings["scheduler"]
+    engine = runs.start(settings)
+    with lines() as said:
+        engine.save_checkpoint(folder, client_state={"lr_scheduler": {"at": 5}, "optimizer": {"x": 1}, "n": 1})
+    assert sum("'optimizer' belong" in line and "NOT saved" in line for line in said) == 1
+    assert not any("'lr_scheduler'" in line for line in said)
+    found = engine.load_checkpoint(folder)[1]
+    assert (found["lr_scheduler"], found["n"]) == ({"at": 5}, 1)
+    engine.save_checkpoint(folder, tag="again", client_state=found)
+    assert engine.load_checkpoint(folder)[1]["lr_scheduler"] == {"at": 5}
+    engine.destroy()
+
+
+def test_a_schedule_of_the_users_own_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(1, own_schedule_body, str(tmp_path))
+
+
 def full_disk_body(folder: str) -> None:
     engine = runs.start(runs.config(1))
     train(engine, 0, 1)
