@@ -6,6 +6,7 @@ Every block is released as soon as it may be, so that each use meets sharded par
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -475,3 +476,24 @@ def stale_graph() -> None:
 
 def test_backward_of_a_graph_older_than_the_step_is_an_error(ranks) -> None:
     ranks(stale_graph)
+
+
+def skipped_without_a_scale() -> None:
+    engine = start(Borrow(), 3, bf16={"enabled": True})
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign]
+    logger = logging.getLogger("DeepSpeed")
+    logger.addHandler(handler)
+    try:
+        engine.backward(engine(batch(0).bfloat16()).float().pow(2).mean() * float("nan"))
+        engine.step()
+    finally:
+        logger.removeHandler(handler)
+    assert engine.skipped_steps == 1
+    assert any(line.levelno == logging.WARNING and "step skipped" in line.getMessage() for line in lines)
+    engine.destroy()
+
+
+def test_a_step_skipped_without_a_loss_scale_is_a_warning(ranks) -> None:
+    ranks(skipped_without_a_scale)

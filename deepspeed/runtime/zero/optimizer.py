@@ -467,7 +467,9 @@ class ZeroOptimizer(ZeROOptimizer):
         found = f"first seen here in {where}" if where else "seen on another rank"
         scale = f" at loss scale {self.loss_scale:g}" if self.needs_scaler() else ""
         if where or self.rank == 0:
-            logger.info(f"gradient overflow{scale}: step skipped, {found}")
+            # Lowering the loss scale is at work in fp16; elsewhere nothing will mend it by itself.
+            log = logger.info if scale else logger.warning
+            log(f"gradient overflow{scale}: step skipped, {found}")
 
     def clear_window(self) -> None:
         """Forget gradients and start a new window (after a step, a skipped step, or ``zero_grad``)."""
