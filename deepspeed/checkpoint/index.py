@@ -215,11 +215,12 @@ def add_parameter_states(
     """Add a torch optimizer state dict over whole parameters: ``state[i]`` belongs to ``names[i]``."""
     for position, (name, numel) in enumerate(zip(names, numels, strict=True)):
         for key, value in state.get(position, {}).items():
-            kind = _kind(value, numel)
+            kind = kind_of(value, numel)
             index.add(name, key, Extent(file, f"optimizer.state.{position}.{key}", 0, 0, numel, kind, value))
 
 
-def _kind(value: Any, numel: int) -> str:
+def kind_of(value: Any, numel: int) -> str:
+    """How optimizer state ``value`` of a whole parameter of ``numel`` elements belongs to them (a kind of extent)."""
     if not isinstance(value, torch.Tensor):
         return PLAIN
     if value.dim() == 0:

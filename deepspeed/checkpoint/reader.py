@@ -286,22 +286,27 @@ class SavedTag:
         made.open_rank = lambda rank: self._index_rest(made, rank)
         return made
 
-    def _index_rest(self, made: indexing.FragmentIndex, rank: int) -> None:
-        assert self.record is not None
+    def _frozen_of(self, rank: int) -> tuple[str, dict[str, torch.Tensor]]:
+        """The model-states file of ``rank``, and what it holds of parameters that no optimizer held (1D, mapped)."""
         file = self.model_files()[rank]
         model = self.model
         if file != self.model_file:
             self._require([file])
             model = trusted.load_file(self.folder / file)
-            if model.get(keys.LAYOUT_RECORD) != self.record:
+            if model.get(keys.LAYOUT_RECORD) != self.model.get(keys.LAYOUT_RECORD):
                 raise CheckpointError(
                     f"{self.folder / file} does not belong to this checkpoint: its layout record differs from the one "
                     f"in {self.model_file}"
                 )
-        held = model[keys.FROZEN_PARAM_FRAGMENTS]
+        held = model.get(keys.FROZEN_PARAM_FRAGMENTS) or {}
         asked = trusted.untrusted_paths(held)
         if asked:
             raise CheckpointError(f"{self.folder / file} asks for {', '.join(asked)}, which is refused")
+        return file, held
+
+    def _index_rest(self, made: indexing.FragmentIndex, rank: int) -> None:
+        assert self.record is not None
+        file, held = self._frozen_of(rank)
         for run in self.record["rest"]:
             for part in ShardLayout.from_record(run["layout"]).fragments(rank):
                 if part.name in held:

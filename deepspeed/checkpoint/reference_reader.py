@@ -167,15 +167,7 @@ class ReferenceTag(SavedTag):
 
     def _index_rest(self, made: indexing.FragmentIndex, rank: int) -> None:
         assert self.record is not None
-        file = self.model_files()[rank]
-        model = self.model
-        if file != self.model_file:
-            self._require([file])
-            model = trusted.load_file(self.folder / file)
-        held = model.get(keys.FROZEN_PARAM_FRAGMENTS) or {}
-        asked = trusted.untrusted_paths(held)
-        if asked:
-            raise CheckpointError(f"{self.folder / file} asks for {', '.join(asked)}, which is refused")
+        file, held = self._frozen_of(rank)
         layouts.add_frozen(made, self.record, held, rank, file, str(self.folder / file))
 
     # ---- optimizer state -------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reference_layout import own_settings
 from deepspeed.runtime.zero.layout import ShardLayout
-from deepspeed.runtime.zero.state_dict import FLAT, PLAIN, SCALAR, TENSOR, dtype_name
+from deepspeed.runtime.zero.state_dict import FLAT, dtype_name
 
 _FLAT_MASTERS = "fp32_groups_flat"
 
@@ -147,20 +147,12 @@ class Stage0Optimizer:
                     if self.masters:
                         found = {indexing.MASTER: self.masters[position], **found}
                 for key, value in found.items():
-                    kind = _kind(value, self.flat[number].numel() if self.flat else numel)
+                    kind = indexing.kind_of(value, self.flat[number].numel() if self.flat else numel)
                     where = f"optimizer.{number}.{place}.{key}"
                     start = offset if kind == FLAT else 0
                     index.add(name, key, indexing.Extent(file, where, start, 0, numel, kind, value))
                 offset += numel if self.flat else 0
                 position += 1
-
-
-def _kind(value: Any, numel: int) -> str:
-    if not isinstance(value, torch.Tensor):
-        return PLAIN
-    if value.dim() == 0:
-        return SCALAR
-    return FLAT if value.numel() == numel else TENSOR
 
 
 def parameters_in(module: dict[str, Any], buffers: Sequence[str]) -> dict[str, torch.Tensor]:
