@@ -1,0 +1,207 @@
+"""Compile a native library for this CPU, keep it, load it.
+
+A library is one C++17 file with a plain C interface, `csrc/<name>.cpp`, and the headers beside it; no torch headers, so
+a compiler needs a second for it and no toolkit. A wheel carries libraries in `lib/`; elsewhere the first use compiles
+into a cache folder. The file name holds a hash of sources, flags and compiler, so nothing stale is ever loaded.
+
+Owns: finding a compiler, the command line, the cache, the load. Does not own: what the functions take (each caller
+declares its prototypes) and what to do without them: `load` raises `NativeUnavailable`, callers have a fallback.
+Invariants: a library appears in the cache whole or not at all (temporary name, then rename); processes that build at
+once wait for the first (file lock) or, where the file system has no locks, build the same file twice.
+
+Environment:
+    DS_NATIVE_CACHE   folder of the built libraries (default $XDG_CACHE_HOME/deepspeed or ~/.cache/deepspeed)
+    CXX               compiler
+    DS_ISA            variant, see isa.py
+    DS_SKIP_<NAME>=1, DS_BUILD_<NAME>=0, DS_BUILD_OPS=0   do not use this library / any (NAME in upper case)
+    DS_NATIVE_FLAGS   more compiler flags, e.g. "-fsanitize=address"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.native.isa import Isa, choose
+
+__all__ = ["LIBRARIES", "Built", "NativeUnavailable", "build", "cache_folder", "find_compiler", "load", "switched_off"]
+
+_HERE = Path(__file__).parent
+SOURCES = _HERE / "csrc"
+PACKAGED = _HERE / "lib"
+
+# No -ffast-math: overflow checks need inf and nan. -fno-math-errno lets sqrt be one instruction.
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
+# Compiler flags one library needs beside the common ones.
+LIBRARIES: dict[str, tuple[str, ...]] = {}
+"""Name -> additional flags, of every library there is."""
+
+
+class NativeUnavailable(RuntimeError):
+    """A native library cannot be used here; the text says why and what would change that."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A library ready to load. `seconds` is the time spent compiling: 0 when it was found."""
+
+    path: Path
+    isa: Isa
+    seconds: float
+
+
+_loaded: dict[tuple[str, str], ctypes.CDLL | NativeUnavailable] = {}
+_loading = threading.Lock()
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The library `name`, built if need be; later calls return the same object.
+
+    Raises:
+        NativeUnavailable: switched off, no compiler, or the compiler failed. The first failure is remembered.
+        ValueError: a name or `DS_ISA` that does not exist.
+    """
+    isa = choose()
+    with _loading:
+        found = _loaded.get((name, isa.name))
+        if found is None:
+            try:
+                found = ctypes.CDLL(str(build(name).path))
+            except NativeUnavailable as problem:
+                found = problem
+            except OSError as problem:
+                found = NativeUnavailable(f"native library {name!r}: built, but it cannot be loaded: {problem}")
+            _loaded[(name, isa.name)] = found
+    if isinstance(found, NativeUnavailable):
+        raise found
+    return found
+
+
+def build(name: str) -> Built:
+    """Make sure that the library exists for this CPU. Raises as `load`."""
+    if name not in LIBRARIES:
+        raise ValueError(f"no native library {name!r}; there are: {', '.join(LIBRARIES)}")
+    reason = switched_off(name)
+    if reason:
+        raise NativeUnavailable(f"native library {name!r}: {reason}")
+    isa = choose()
+    source = SOURCES / f"{name}.cpp"
+    flags = [*_FLAGS, *isa.flags, *LIBRARIES[name], *shlex.split(os.environ.get("DS_NATIVE_FLAGS", ""))]
+    packaged = PACKAGED / f"{name}-{isa.name}-{_digest(source, flags, '')}.so"
+    if packaged.is_file():
+        return Built(packaged, isa, 0.0)
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeUnavailable(
+            f"native library {name!r}: no C++ compiler found (looked for $CXX, c++, g++, clang++); install one"
+        )
+    target = cache_folder() / f"{name}-{isa.name}-{_digest(source, flags, _identity(compiler))}.so"
+    if target.is_file():
+        return Built(target, isa, 0.0)
+    with _lock(target):
+        if target.is_file():  # another process built it while this one waited
+            return Built(target, isa, 0.0)
+        return Built(target, isa, _compile(name, compiler, flags, source, target))
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler this process would use: $CXX, else c++, g++ or clang++ on the PATH."""
+    asked = os.environ.get("CXX")
+    return shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept; made if it is not there.
+
+    Raises:
+        NativeUnavailable: the folder cannot be made.
+    """
+    asked = os.environ.get("DS_NATIVE_CACHE")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(asked) if asked else home / "deepspeed"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise NativeUnavailable(
+            f"no folder for built libraries: {folder}: {problem.strerror}; set DS_NATIVE_CACHE to a writable folder"
+        ) from problem
+    return folder
+
+
+def switched_off(name: str) -> str:
+    """Why the environment forbids this library; empty when it does not."""
+    for variable in (f"DS_SKIP_{name.upper()}", "DS_SKIP_OPS"):
+        if os.environ.get(variable, "").strip().lower() in ("1", "true", "yes", "on"):
+            return f"{variable}={os.environ[variable]} is set"
+    for variable in (f"DS_BUILD_{name.upper()}", "DS_BUILD_OPS"):
+        value = os.environ.get(variable, "").strip().lower()
+        if value in ("0", "false", "no", "off"):
+            return f"{variable}={value} is set"
+        if value:
+            return ""  # the more special variable wins
+    return ""
+
+
+def _digest(source: Path, flags: list[str], compiler: str) -> str:
+    """A hash of everything that decides the content of the library: 16 hexadecimal digits."""
+    mixed = hashlib.sha256()
+    for part in (source, *sorted(SOURCES.glob("*.h"))):
+        mixed.update(part.name.encode() + b"\0" + part.read_bytes() + b"\0")
+    mixed.update("\0".join([*flags, compiler]).encode())
+    return mixed.hexdigest()[:16]
+
+
+def _identity(compiler: str) -> str:
+    """What changes when the compiler does. Asking it for its version would cost more than the rest of a cached load."""
+    real = os.path.realpath(compiler)
+    facts = os.stat(real)
+    return f"{real}:{facts.st_size}:{facts.st_mtime_ns}"
+
+
+def _compile(name: str, compiler: str, flags: list[str], source: Path, target: Path) -> float:
+    """Compile to a name of our own, then rename. Returns seconds."""
+    aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    began = time.monotonic()
+    command = [compiler, *flags, str(source), "-o", str(aside)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise NativeUnavailable(
+                f"native library {name!r}: the compiler failed: {shlex.join(command)}\n{done.stderr.strip()[-2000:]}"
+            )
+        os.replace(aside, target)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise NativeUnavailable(f"native library {name!r}: {shlex.join(command)}: {problem}") from problem
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """One builder at a time. The kernel drops the lock of a process that dies."""
+    import fcntl
+
+    try:
+        handle = os.open(f"{target}.lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as problem:
+        raise NativeUnavailable(
+            f"{target.parent} is not writable ({problem.strerror}); set DS_NATIVE_CACHE to a folder that is"
+        ) from problem
+    try:
+        with contextlib.suppress(OSError):  # no locks on this file system: the rename is atomic all the same
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
