@@ -41,7 +41,8 @@ SOURCES = _HERE / "csrc"
 PACKAGED = _HERE / "lib"
 
 # No -ffast-math: overflow checks need inf and nan. -fno-math-errno lets sqrt be one instruction.
-_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
+_CODE = ("-std=c++17", "-O3", "-fno-math-errno", "-Wall", "-Wextra")
+_FLAGS = (*_CODE, "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # Compiler flags one library needs beside the common ones.
 LIBRARIES: dict[str, tuple[str, ...]] = {}
 """Name -> additional flags, of every library there is."""
