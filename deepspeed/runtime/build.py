@@ -21,6 +21,7 @@ from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.applied_config import apply_config, check_tested, dump_state
+from deepspeed.runtime.build_offload import offload_options, takes_host_optimizer
 from deepspeed.runtime.build_routes import ZeroRoutes, zero_routes
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
@@ -320,7 +321,13 @@ def choose_optimizer(
         settings.setdefault("fp32_optimizer_states", True)
     elif config.bfloat16_config.bf16_optimizer_states:
         settings["fp32_optimizer_states"] = False
-    return build_optimizer(section.type, settings, params, low_precision_masters=precision.master is not torch.float32)
+    return build_optimizer(
+        section.type,
+        settings,
+        params,
+        host_states=takes_host_optimizer(config),
+        low_precision_masters=precision.master is not torch.float32,
+    )
 
 
 def param_groups(model: nn.Module, model_parameters: Any) -> list[dict[str, Any]]:
@@ -450,6 +457,9 @@ def wrap_optimizer(
         accumulates=accumulation.steps > 1 or not accumulation.managed,
         by_rows=row_wise_parameters(model, every_embedding=config.sparse_gradients_enabled),
         comm_dtype_of=lambda param: precision.autocast if id(param) in safe else None,
+        offload=offload_options(
+            config, basic, [p for g in basic.param_groups for p in g["params"]], precision, routes.shards.world
+        ),
     )
     return optimizer_class(int(zero.stage), precision, mics=zero.mics_shard_size > 0)(
         basic,

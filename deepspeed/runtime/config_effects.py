@@ -89,7 +89,10 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
     for name, why in _ONE_WAY.items():
         if zero.stage and not getattr(zero, name):
             yield f"zero_optimization.{name} has no effect: {why}"
+    offloads = not _is_off(zero, "offload_optimizer", zero.offload_optimizer)
     for name, why in _ONE_WAY_AT_STAGE_3.items():
+        if name == "sub_group_size" and offloads:
+            continue  # what is updated at a time
         if zero.stage == 3 and not _is_off(zero, name, getattr(zero, name)):
             yield f"{report.written('zero_optimization.' + name)} has no effect: {why}"
     if zero.stage == 3 and zero.zeropp_loco_param and not zero.zero_quantized_gradients:

@@ -62,6 +62,10 @@ def _offloads(block: Any) -> bool:
     return block is not None and block.device != "none"
 
 
+def _on_disk(block: Any) -> bool:
+    return block is not None and block.device == "nvme"
+
+
 def _row(path: str, asked: Callable[[ConfigSections], bool], what: str, change: str) -> MissingFeature:
     return MissingFeature(path, asked, what, change)
 
@@ -73,9 +77,9 @@ def _switch(path: str, what: str, key: str = "enabled") -> MissingFeature:
 MISSING_FEATURES: tuple[MissingFeature, ...] = (
     _row(
         "zero_optimization.offload_optimizer.device",
-        lambda s: _zero(s).stage >= 1 and _offloads(_zero(s).offload_optimizer),
-        "offload of optimizer states",
-        'use device "none"',
+        lambda s: _zero(s).stage >= 1 and _on_disk(_zero(s).offload_optimizer),
+        "offload of optimizer states to nvme",
+        'use device "cpu"',
     ),
     _row(
         "zero_optimization.offload_param.device",

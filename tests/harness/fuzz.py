@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.harness.fuzz_recipes import Net, Op, Part, Recipe, build, draw, draw_stage_3, shrink
+from tests.harness.fuzz_recipes import Net, Op, Part, Recipe, build, draw, draw_offload, draw_stage_3, shrink
+from tests.harness.offload import apart
 from tests.harness.parity import (
     OPTIMIZERS,
     OptimizerSpec,
@@ -62,6 +63,9 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
         "zero_optimization": {"stage": recipe.stage, **dict(recipe.zero)},
         **_PRECISION[recipe.precision][0],
     }
+    if recipe.offload:
+        section = {"device": "cpu", "ratio": 0.5} if recipe.offload == "half" else {"device": recipe.offload}
+        config["zero_optimization"]["offload_optimizer"] = section
     if recipe.accum:
         config["data_types"] = {"grad_accum_dtype": recipe.accum}
     if not recipe.client_optimizer:
@@ -137,7 +141,8 @@ class EngineRun(_Run):
             given = {"model_parameters": groups}
         else:
             given = {}
-        engine, *_ = deepspeed.initialize(model=module, config=config_of(self.recipe), **given)
+        with apart(bool(self.recipe.offload)):
+            engine, *_ = deepspeed.initialize(model=module, config=config_of(self.recipe), **given)
         if self.recipe.num_groups == 1 and not self.recipe.client_optimizer:
             for group in engine.optimizer.param_groups:
                 group["lr"] = 0.01  # the rate `_groups` gives to the plain run
@@ -343,6 +348,7 @@ def main() -> int:
     parser.add_argument("--recipe", help="a recipe as printed by a failure")
     parser.add_argument("--seeds", default="0:100", help="FROM:TO")
     parser.add_argument("--stage-3", action="store_true", help="draw the recipes of stage 3")
+    parser.add_argument("--offload", action="store_true", help="draw the recipes with offload")
     parser.add_argument("--keep", action="store_true", help="do not shrink")
     options = parser.parse_args()
     pool, failures = WorkerPool(4), 0
@@ -350,7 +356,8 @@ def main() -> int:
         recipes = [eval(options.recipe, {"Recipe": Recipe, "Net": Net, "Op": Op, "Part": Part})]
     else:
         first, last = (int(number) for number in options.seeds.split(":"))
-        recipes = [(draw_stage_3 if options.stage_3 else draw)(seed) for seed in range(first, last)]
+        make = draw_offload if options.offload else draw_stage_3 if options.stage_3 else draw
+        recipes = [make(seed) for seed in range(first, last)]
     for recipe in recipes:
         failure = failure_of(pool, recipe)
         if not failure:

@@ -79,6 +79,7 @@ class Recipe:
     client_optimizer: bool = False
     num_groups: int = 1
     zero: tuple[tuple[str, Any], ...] = ()
+    offload: str = ""  # offload_optimizer.device; "half": of half of it
     ops: tuple[Op, ...] = field(default=(Op("micro", (Part(),)),))
 
     @property
@@ -213,6 +214,15 @@ def draw_stage_3(seed: int) -> Recipe:
     return recipe
 
 
+def draw_offload(seed: int) -> Recipe:
+    """The recipe of `seed` at stages 1 to 3 with its states in host memory."""
+    rng = random.Random(~seed * 3)
+    recipe = draw_stage_3(seed) if rng.random() < 0.6 else draw(seed)
+    recipe = replace(recipe, stage=max(recipe.stage, 1))
+    zero = (*recipe.zero, ("sub_group_size", rng.choice((10, 40, 1000))))
+    return replace(recipe, zero=zero, offload=rng.choice(("cpu", "cpu", "half") if recipe.stage == 3 else ("cpu",)))
+
+
 def _alike(op: Op, world_size: int) -> Op:
     """The same with every rank leaving out what the first one does."""
     parts = tuple(replace(part, skip=part.skip[:1] * world_size) for part in op.parts)
@@ -288,8 +298,8 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
     for index in range(len(recipe.ops)):
         yield replace(recipe, ops=recipe.ops[:index] + recipe.ops[index + 1 :])
     plain = Recipe()
-    options = ("zero", "clip", "manual_boundary", "client_optimizer", "num_groups", "accum", "precision", "optimizer")
-    for name in options:
+    fields = ("zero", "offload", "clip", "manual_boundary", "client_optimizer", "num_groups", "accum", "precision")
+    for name in (*fields, "optimizer"):
         if getattr(recipe, name) != getattr(plain, name):
             yield replace(recipe, **{name: getattr(plain, name)})
     for index in range(len(recipe.zero)):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.harness.models import SPECS, ModelSpec
+from tests.harness.offload import apart, offloads
 from tests.harness.reference import PlainTrainer, Precision
 
 # Two sums of the same squares in another order: fp32 partial sums on one side, fp64 on the other.
@@ -160,7 +161,8 @@ def run_engine(case: Case) -> list[StepRecord]:
     module = spec.build()
     optimizer = OPTIMIZERS[case.optimizer]
     parameters = optimizer.groups(dict(module.named_parameters())) if optimizer.lrs else None
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=case.config())
+    with apart(offloads(case.zero)):
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=case.config())
     records = []
     for step in range(case.steps):
         losses = []

@@ -112,7 +112,27 @@ class Bucket:
         self.reduced = False  # its result of this window is in the gradient shard
         self.complete = False  # and it is the sum over all replicas of the shard
         self.loco: LocoState | None = None  # what packed reductions have lost of it
+        self._landing: torch.Tensor | None = None  # on the device, where gradients are kept in host memory
         self._views: dict[int, list[torch.Tensor]] = {}
+
+    def open_piece(self, *, holds: bool) -> torch.Tensor:
+        """Where the result of a reduction is added; it counts after :meth:`close_piece`.  # 1D, piece_numel
+
+        ``holds``: what is there already counts. Offloaded gradients come to the device for it.
+        """
+        piece = self.group.grad_piece(self.segment)
+        if not self.group.offloaded:
+            return piece
+        self._landing = torch.empty_like(piece, device=self.group.device)
+        if holds:
+            self._landing.copy_(piece, non_blocking=True)
+        return self._landing
+
+    def close_piece(self) -> None:
+        """The result is there: offloaded gradients go to host memory while backward goes on."""
+        if self._landing is not None:
+            self.group.grad_piece(self.segment).copy_(self._landing, non_blocking=True)
+            self._landing = None
 
     def arm(self, expected: bytes) -> None:
         """Wait, in the coming backward, for the parameters whose flag in ``expected`` is set."""

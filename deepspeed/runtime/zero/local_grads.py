@@ -41,7 +41,7 @@ class Reducer(Protocol):
 class LocalGrads:
     """The reducer of one rank: gradients stay where autograd puts them, nothing is hooked, copied or sent.
 
-    Hooks are needed only where gradients accumulate in another dtype than the parameter's.
+    Hooks are needed only where gradients accumulate in another dtype than the parameter's, or in host memory.
     """
 
     def __init__(self, groups: Sequence[ShardGroup]) -> None:
@@ -57,7 +57,9 @@ class LocalGrads:
 
     def grad_ready(self, group_number: int, position: int) -> None:
         group = self.groups[group_number]
-        if group.accum_dtype != group.dtype:
+        if group.offloaded:
+            group.grad_to_host(position)
+        elif group.accum_dtype != group.dtype:
             accumulate_locally(group, position)
 
     def end_backward(self) -> None:
@@ -68,6 +70,8 @@ class LocalGrads:
 
     def finish(self) -> None:
         for number, group in enumerate(self.groups):
+            if group.offloaded:
+                group.grads_to_host()  # what no hook has seen: written by the user
             self.touched[number] = bytearray(
                 param.grad is not None or held is not None
                 for param, held in zip(group.params, group.accum, strict=True)

@@ -68,13 +68,21 @@ def _parts(grad: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def sum_of_squares(groups: Sequence[ShardGroup], workspace: Workspace) -> torch.Tensor | None:
-    """Sum of squared gradients in fp32, per device one scalar; None when there is no gradient at all.  # 0D
+    """Sum of squared gradients in fp32; None when there is no gradient at all.  # 0D
 
     The bytes of ``workspace`` are written over: no bucket is in flight at a boundary.
     """
-    grads = [grad for group in groups for grad in local_grads(group)]
-    if not grads:
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for group in groups:
+        for grad in local_grads(group):
+            by_device.setdefault(grad.device, []).append(grad)
+    if not by_device:
         return None
+    sums = [_sum_on_device(grads, workspace) for grads in by_device.values()]
+    return sums[0] if len(sums) == 1 else torch.stack([part.cpu() for part in sums]).sum()
+
+
+def _sum_on_device(grads: list[torch.Tensor], workspace: Workspace) -> torch.Tensor:
     room = _room_for_casts(grads[0].device, workspace)
     aside = [grad.dtype.itemsize < 4 and _SMALL_PART < grad.numel() <= room for grad in grads]
     direct = [grad for grad, cast in zip(grads, aside, strict=True) if not cast]

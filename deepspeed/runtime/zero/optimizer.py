@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy
+from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
+from deepspeed.runtime.zero import accounting
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.admission import refuse_unsuited
 from deepspeed.runtime.zero.bucket import Workspace, part_nbytes
@@ -48,6 +51,19 @@ _MAX_DOUBLED = 1 << 30  # bytes: larger buckets have one buffer, whose filling w
 
 
 @dataclass(frozen=True)
+class OffloadOptions:
+    """Masters, states and reduced gradients live in host memory, and the update runs there.
+
+    ``ratio``: the part of every group's elements that does; the rest stays on the device. ``unit_numel``: at most this
+    many elements are updated at a time, while the ones before are on their way back to the device.
+    """
+
+    pin: bool = True
+    ratio: float = 1.0
+    unit_numel: int = 1 << 25
+
+
+@dataclass(frozen=True)
 class ZeroOptions:
     """Values that choose among behaviours. ``bucket_numel`` None: a quarter of the model, at least 2**20 elements."""
 
@@ -64,6 +80,7 @@ class ZeroOptions:
     accumulates: bool = False  # more than one backward per step is expected
     by_rows: frozenset[int] = frozenset()  # id() of embeddings whose gradients travel as touched rows
     comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] = field(default=lambda _: None)
+    offload: OffloadOptions | None = None
 
 
 class _Owner(weakref.ref["ZeroOptimizer"]):
@@ -127,6 +144,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.frozen: list[tuple[int, nn.Parameter]] = []
         self._order = {key: position for position, key in enumerate(names)}
         self.client_groups = [list(group["params"]) for group in base.param_groups]
+        self.host = HostMemory(pin=self.options.offload.pin) if self.options.offload is not None else None
         self.groups: list[ShardGroup] = self._build_groups()
         if not self.groups:
             raise ValueError(
@@ -152,7 +170,27 @@ class ZeroOptimizer(ZeROOptimizer):
         for param in params:
             rows = not sharded and self.world > 1 and id(param) in self.options.by_rows
             runs.setdefault((param.dtype, self._comm_dtype(param), param.device, rows), []).append(param)
-        return [self._group(index, run, comm_dtype, rows) for (_, comm_dtype, _, rows), run in runs.items()]
+        return [
+            self._group(index, part, comm_dtype, rows, host)
+            for (_, comm_dtype, device, rows), run in runs.items()
+            for part, host in self._homes(run, device)
+        ]
+
+    def _homes(
+        self, run: list[nn.Parameter], device: torch.device
+    ) -> list[tuple[list[nn.Parameter], HostMemory | None]]:
+        """``run`` in the parts whose states live on the device and in host memory."""
+        offload = self.options.offload
+        if offload is None or self.host is None or not is_apart(device):
+            return [(run, None)]
+        stays = (1.0 - offload.ratio) * sum(param.numel() for param in run)
+        near: list[nn.Parameter] = []
+        for param in run:
+            if sum(held.numel() for held in near) + param.numel() > stays:
+                break
+            near.append(param)
+        parts: list[tuple[list[nn.Parameter], HostMemory | None]] = [(near, None), (run[len(near) :], self.host)]
+        return [part for part in parts if part[0]]
 
     def _comm_dtype(self, param: nn.Parameter) -> torch.dtype:
         wanted = self.options.comm_dtype_of(param) or self.precision.comm
@@ -162,7 +200,14 @@ class ZeroOptimizer(ZeROOptimizer):
         local = self.options.accumulates and not self.placement.reduces_every_backward
         return self.precision.accum_dtype(param) if local else param.dtype
 
-    def _group(self, index: int, params: list[nn.Parameter], comm_dtype: torch.dtype, by_rows: bool) -> ShardGroup:
+    def _group(
+        self,
+        index: int,
+        params: list[nn.Parameter],
+        comm_dtype: torch.dtype,
+        by_rows: bool,
+        host: HostMemory | None,
+    ) -> ShardGroup:
         params = sorted(params, key=lambda param: -self._order.get(id(param), 0))  # backward meets the last one first
         world = self.shards.world if self.placement.state_sharded else 1
         if self.options.round_robin and world > 1:
@@ -180,6 +225,7 @@ class ZeroOptimizer(ZeROOptimizer):
             rank=self.shards.rank if world > 1 else 0,
             world=world,
             by_rows=by_rows,
+            host=host,
         )
         return ShardGroup(spec, self._layout(spec, [len(block) for block in blocks]), self.sharding)
 
@@ -229,7 +275,7 @@ class ZeroOptimizer(ZeROOptimizer):
         for key, value in self.optimizer.state[bound.param].items():
             if isinstance(value, torch.Tensor) and value.shape == bound.param.shape and value.dim():
                 piece = value.reshape(-1).narrow(0, fragment.param_start, fragment.numel)
-                carried[key] = piece.clone().view(bound.leaf.shape)
+                carried[key] = piece.to(bound.leaf.device, copy=True).view(bound.leaf.shape)
             else:
                 carried[key] = value.clone() if isinstance(value, torch.Tensor) else value
         self.optimizer.state[bound.leaf] = carried
@@ -273,7 +319,12 @@ class ZeroOptimizer(ZeROOptimizer):
         else:
             self.publisher = ParamPublisher(self.process_group, overlap=self.options.overlap)
         self.stepper = InlineStepper(
-            self.groups, self.optimizer, self.workspace, self.publisher, split=self.options.elementwise
+            self.groups,
+            self.optimizer,
+            self.workspace,
+            self.publisher,
+            split=self.options.elementwise,
+            offload_numel=self.options.offload.unit_numel if self.options.offload is not None else 0,
         )
         self.watch = BackwardWatch(
             self.reducer,
@@ -281,7 +332,8 @@ class ZeroOptimizer(ZeROOptimizer):
             on_raw_begin=lambda: self.on_raw_begin(),
             on_ending=self._backward_ending,
             on_end=self._backward_ended,
-            hook_parameters=self.world > 1 or any(group.accum_dtype != group.dtype for group in self.groups),
+            hook_parameters=self.world > 1
+            or any(group.accum_dtype != group.dtype or group.offloaded for group in self.groups),
         )
 
     def adopt_unfrozen(self) -> list[str]:
@@ -365,6 +417,16 @@ class ZeroOptimizer(ZeROOptimizer):
     def reduce_now(self) -> None:
         """Finish this window's reductions so that gradients can be read or changed before ``step``. Collective."""
         self.reducer.finish()
+        self._settle_on_host()
+
+    def _settle_on_host(self) -> None:
+        """Offloaded gradients are in host memory, all of them, and may be read."""
+        apart = [group for group in self.groups if group.offloaded]
+        for group in apart:
+            if not group.sharded:
+                group.grads_to_host()
+        if apart and not get_accelerator().is_synchronized_device():
+            get_accelerator().current_stream().synchronize()
 
     def unscale(self) -> float:
         """Factor from the gradients as held to the true ones (loss scale, accumulation, mean or sum)."""
@@ -389,6 +451,7 @@ class ZeroOptimizer(ZeROOptimizer):
         facts = boundary_facts(self.reducer, self.workspace, want_norm=want)
         if facts.left_overs:
             self.reducer.send_all()
+            self._settle_on_host()
             facts = boundary_facts(self.reducer, self.workspace, want_norm=want)
         return facts
 
@@ -407,7 +470,7 @@ class ZeroOptimizer(ZeROOptimizer):
                 "again. No weight was changed. Call step() outside of it (torch.no_grad() around it is fine)"
             )
         self.absorb_edits()
-        self.reducer.finish()
+        self.reduce_now()
         facts = self._facts()
         self._name_unread_gradients()
         if not self.options.accept_unused:
@@ -529,72 +592,12 @@ class ZeroOptimizer(ZeROOptimizer):
     # ---- accounting ------------------------------------------------------------------------------------------------
 
     def model_state_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds now by kind: parameter, gradient, master, optimizer, workspace. Storages count once."""
-        seen: set[tuple[torch.device, int]] = set()
-        totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0, "gathered": 0, "secondary": 0}
-
-        def add(kind: str, tensor: torch.Tensor) -> None:
-            if tensor.is_sparse:
-                for part in (tensor._indices(), tensor._values()):
-                    add(kind, part)
-                return
-            storage = tensor.untyped_storage()
-            key = (tensor.device, storage.data_ptr())
-            if storage.nbytes() and key not in seen:
-                seen.add(key)
-                totals[kind] += storage.nbytes()
-
-        rest = self.sharding.rest if self.sharding is not None else []
-        for group in [*self.groups, *rest]:
-            for kind, tensor in group.storages():
-                add(kind, tensor)
-        if self.sharding is None:
-            for _, param in self.frozen:
-                add("parameter", param)
-        for state in list(self.optimizer.state.values()):
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    add("optimizer", value)
-        totals["workspace"] = self.workspace.nbytes
-        return totals
+        """See :func:`accounting.held_bytes`."""
+        return accounting.held_bytes(self)
 
     def expected_state_bytes(self) -> dict[str, int]:
-        """The stage's formula for this model: see docs/zero.md. Same kinds as :meth:`model_state_bytes`."""
-        width = self._state_width()
-        totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0}
-        for group in self.groups:
-            numel = group.layout.param_numel
-            share = group.world
-            piled = group.accum_dtype.itemsize if self.options.accumulates else group.dtype.itemsize
-            totals["parameter"] += numel * group.dtype.itemsize // (share if self.placement.parameter_sharded else 1)
-            if self.placement.reduces_every_backward:
-                totals["gradient"] += numel * group.accum_dtype.itemsize // share
-            else:
-                totals["gradient"] += numel * piled
-            if not group.aliased:
-                totals["master"] += numel * group.master_dtype.itemsize // share
-            totals["optimizer"] += int(width * numel * group.master_dtype.itemsize) // share
-        share = self.shards.world if self.placement.parameter_sharded else 1
-        totals["parameter"] += sum(param.numel() * param.element_size() for _, param in self.frozen) // share
-        if self.sharding is not None and self.sharding.secondary_ranks:
-            totals["secondary"] = totals["parameter"] * share // self.sharding.secondary_ranks
-        return totals
-
-    def _state_width(self) -> float:
-        """State elements per parameter element: measured once there is state, else by the optimizer's kind."""
-        held = elements = 0
-        for group in self.groups:
-            for bound in group.fragments:
-                state = self.optimizer.state.get(bound.leaf)
-                if state and bound.leaf.numel() > 1:
-                    elements += bound.leaf.numel()
-                    held += sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
-        if elements:
-            return held / elements
-        name = type(self.optimizer).__name__.lower()
-        if "sgd" in name:
-            return 1.0 if any(group.get("momentum") for group in self.optimizer.param_groups) else 0.0
-        return 1.0 if any(kind in name for kind in ("lion", "adagrad", "muon")) else 2.0
+        """See :func:`accounting.expected_bytes`."""
+        return accounting.expected_bytes(self)
 
     def _measure(self) -> None:
         """Keep the largest bytes seen at the ends of backward and step, over the first windows only (it walks)."""

@@ -273,6 +273,7 @@ class GradReducer:
                 piece.narrow(0, start, length), part, scale=self.options.pre_divide / self.world,
                 accumulate=bucket.reduced, loco=None, what=bucket.describe, async_op=False, key=bucket.index + 1,
             )  # fmt: skip
+        bucket.close_piece()
         bucket.reduced = True
 
     def _push_on(self, but: int = -1) -> None:
@@ -285,7 +286,7 @@ class GradReducer:
 
     def _open_piece(self, bucket: Bucket) -> torch.Tensor:
         """Where the result of ``bucket`` lands. A sum over replicas that is there already counts once more below."""
-        piece = bucket.group.grad_piece(bucket.segment)
+        piece = bucket.open_piece(holds=bucket.reduced)
         if bucket.complete:
             piece.mul_(1.0 / self.replicas)
             bucket.complete = False
@@ -296,20 +297,24 @@ class GradReducer:
         """Add up what the replicas of the shards have reduced, each bucket once. Two are on their way at a time."""
         if self.replicas == 1:
             return
-        started: list[Any] = []
+        started: list[tuple[Bucket, Any]] = []
+
+        def land() -> None:
+            bucket, pending = started.pop(0)
+            pending.wait()
+            bucket.close_piece()
+
         for bucket in self.buckets:
             if bucket.complete or not bucket.group.sharded:
                 continue
             bucket.complete = True
             if len(started) == 2:
-                started.pop(0).wait()
-            started.append(
-                self.route.add_replicas(
-                    bucket.group.grad_piece(bucket.segment), what=bucket.describe, async_op=True, key=bucket.index + 1
-                )
-            )
-        for pending in started:
-            pending.wait()
+                land()
+            piece = bucket.open_piece(holds=True)
+            pending = self.route.add_replicas(piece, what=bucket.describe, async_op=True, key=bucket.index + 1)
+            started.append((bucket, pending))
+        while started:
+            land()
 
     def rescale_feedback(self, factor: float) -> None:
         """The loss scale of the gradients to come is ``factor`` times that of before."""
@@ -383,6 +388,7 @@ class GradReducer:
         self._in_flight[index] = None
         bucket, buffer, pending, held = entry
         pending.wait()
+        bucket.close_piece()
         if not bucket.group.sharded:
             self._write_back(bucket, buffer)
         elif not self.workspace.owns(buffer):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed.runtime.swap_tensor.host_store import HOST, HostMemory
 from deepspeed.runtime.zero.layout import Fragment, Segment, ShardLayout
 from deepspeed.runtime.zero.meta_parameters import is_one_value
 from deepspeed.runtime.zero.param_block import ParamBlock, Place, contiguous_stride
@@ -65,6 +66,7 @@ class GroupSpec:
     rank: int
     world: int  # ranks the state is sharded over; 1 = replicated
     by_rows: bool = False  # replicated embeddings whose gradients travel as touched rows
+    host: HostMemory | None = None  # masters, states and reduced gradients live there; None: on the device
 
 
 class ShardGroup:
@@ -87,7 +89,10 @@ class ShardGroup:
         self.rank, self.world = spec.rank, spec.world
         self.sharded = spec.world > 1
         self.master_dtype, self.accum_dtype, self.comm_dtype = spec.master_dtype, spec.accum_dtype, spec.comm_dtype
-        self.aliased = self.master_dtype == self.dtype
+        self.host = spec.host
+        self.offloaded = spec.host is not None
+        self.state_device = HOST if self.offloaded else self.device
+        self.aliased = self.master_dtype == self.dtype and not self.offloaded
         self.by_rows = spec.by_rows
         # Reduced replicated gradients: in accum dtype where they were sent in it, else in the parameter's.
         self.result_dtype = self.accum_dtype if self.comm_dtype == self.accum_dtype else self.dtype
@@ -99,12 +104,13 @@ class ShardGroup:
         self.grads: list[torch.Tensor | None] = [None] * len(layout.segments)
         self.master: torch.Tensor | None = None  # 1D shard; None when aliased
         self.accum: list[torch.Tensor | None] = [None] * len(self.params)
+        self._host_grads: torch.Tensor | None = None  # 1D, of a replicated group whose states live in host memory
         if sharding is not None:
             self._shard(sharding)
         elif self.sharded:
             self._flatten()
         if not self.aliased:  # also on a rank that owns nothing but padding
-            self.master = torch.zeros(layout.shard_numel, dtype=self.master_dtype, device=self.device)
+            self.master = self._state_zeros(layout.shard_numel, self.master_dtype)
         self._starts = [segment.shard_start for segment in layout.segments]
         self.fragments = [self._bind(fragment) for fragment in layout.fragments(self.rank if self.sharded else 0)]
         self.versions = [param._version for param in self.params]
@@ -113,6 +119,12 @@ class ShardGroup:
         self.homes = [param.data if kept else None for param in self.params]
 
     # ---- construction ----------------------------------------------------------------------------------------------
+
+    def _state_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros where this group's states live.  # 1D"""
+        if self.host is not None:
+            return self.host.zeros(numel, dtype, self.device)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def _flatten(self) -> None:
@@ -206,9 +218,47 @@ class ShardGroup:
         """This rank's gradient piece of ``segment``, made of zeros on first use.  # 1D, piece_numel, accum dtype"""
         piece = self.grads[segment.index]
         if piece is None:
-            piece = torch.zeros(segment.piece_numel, dtype=self.accum_dtype, device=self.device)
+            piece = self._state_zeros(segment.piece_numel, self.accum_dtype)
             self.grads[segment.index] = piece
         return piece
+
+    @torch.no_grad()
+    def grad_to_host(self, position: int) -> None:
+        """Move what autograd has left in ``param.grad`` to this rank's host memory, added to what is there.
+
+        For replicated groups whose states live in host memory. The sum is made on the device and in the order of the
+        backward passes, so it has the bits it would have without offload.
+        """
+        param, held = self.params[position], self.accum[position]
+        if param.grad is None:
+            return
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        if held is None:
+            self.accum[position] = self._grad_home(position).copy_(grad, non_blocking=True)
+        elif self.device.type == "cpu":
+            held.add_(grad)
+        else:
+            held.copy_(held.to(self.device, non_blocking=True).add_(grad), non_blocking=True)
+        param.grad = None
+
+    @torch.no_grad()
+    def grads_to_host(self) -> None:
+        """:meth:`grad_to_host` for every parameter, and for gradients that a reduction has left on the device."""
+        for position, held in enumerate(self.accum):
+            if held is not None and not self._is_home(position, held):
+                self.accum[position] = self._grad_home(position).copy_(held, non_blocking=True)
+            self.grad_to_host(position)
+
+    def _is_home(self, position: int, held: torch.Tensor) -> bool:
+        return self._host_grads is not None and held.data_ptr() == self._grad_home(position).data_ptr()
+
+    def _grad_home(self, position: int) -> torch.Tensor:
+        """The host memory of one parameter's gradient, kept from window to window.  # shape of the parameter"""
+        assert self.host is not None
+        if self._host_grads is None:
+            self._host_grads = self.host.zeros(self.layout.shard_numel, self.accum_dtype, self.device)
+        slot = self.layout.slots[position]
+        return self._host_grads.narrow(0, slot.start, slot.numel).view(self.shapes[position])
 
     def grad_of(self, bound: BoundFragment) -> torch.Tensor | None:
         """The gradient elements of ``bound`` where they are now, in the leaf's shape; None when there are none."""
@@ -232,7 +282,8 @@ class ShardGroup:
         if self.aliased or not self.fragments:
             return
         chosen = self.fragments if fragments is None else fragments
-        torch._foreach_copy_([bound.model for bound in chosen], [bound.leaf.detach() for bound in chosen])
+        models, masters = [bound.model for bound in chosen], [bound.leaf.detach() for bound in chosen]
+        torch._foreach_copy_(models, masters, non_blocking=self.offloaded)
 
     @torch.no_grad()
     def pull_masters(self, positions: set[int] | None = None) -> None:
@@ -292,7 +343,7 @@ class ShardGroup:
 
         ``keep_pieces``: the shard's memory stays for the next window (its content counts for nothing).
         """
-        if not keep_pieces:
+        if not keep_pieces and not self.offloaded:  # locked host memory costs too much to be made anew
             self.grads = [None] * len(self.layout.segments)
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.params:
@@ -304,8 +355,9 @@ class ShardGroup:
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(kind, tensor)`` of everything this group keeps alive.
 
-        Kinds: parameter, gathered, secondary, gradient, master.
+        Kinds: parameter, gathered, secondary, gradient, master; host: offloaded masters and gradients.
         """
+        master, gradient = ("host", "host") if self.offloaded else ("master", "gradient")
         if self.shard is not None:
             yield "parameter", self.shard
             yield from (("gathered", block.full) for block in self.blocks if block.full is not None)
@@ -316,11 +368,13 @@ class ShardGroup:
         else:
             yield from (("parameter", param) for param in self.params)
         if self.master is not None:
-            yield "master", self.master
-        yield from (("gradient", piece) for piece in self.grads if piece is not None)
+            yield master, self.master
+        yield from ((gradient, piece) for piece in self.grads if piece is not None)
+        if self._host_grads is not None:
+            yield gradient, self._host_grads
         for param, held in zip(self.params, self.accum, strict=True):
             if held is not None:
-                yield "gradient", held
+                yield gradient, held
             if param.grad is not None:
                 yield "gradient", param.grad
 
@@ -331,5 +385,6 @@ class ShardGroup:
         if self.flat is not None:
             for param in self.params:
                 param.data = param.data.clone()
-        self.flat = self.shard = self.master = None
+        self.flat = self.shard = self.master = self._host_grads = None
+        self.grads = [None] * len(self.layout.segments)
         self.blocks, self.fragments, self.homes = [], [], []

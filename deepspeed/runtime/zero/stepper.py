@@ -4,7 +4,7 @@
 
 The update runs over *units*: fragments whose gradients, cast to the master dtype, fit the workspace. So a bf16 or
 fp16 model never holds a full fp32 copy of its gradients. Where gradients already have the master's dtype there is one
-unit and no copy.
+unit and no copy. Our own CPU optimizers need no cast gradients at all (``fused_update.py``).
 
 The executor here is inline: one unit after the other on the calling thread. Pipelined (NVMe) and asynchronous ones
 belong beside it.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.runtime.zero.bucket import Workspace
+from deepspeed.runtime.zero.fused_update import FusedUpdate
 from deepspeed.runtime.zero.layout import Segment
 from deepspeed.runtime.zero.norm import BoundaryFacts
 from deepspeed.runtime.zero.publish import Publisher
@@ -48,8 +49,12 @@ class InlineStepper:
         publisher: Publisher,
         *,
         split: bool,
+        offload_numel: int = 0,
     ) -> None:
+        """``offload_numel``: at most this many elements of an offloaded group are updated at a time."""
         self.groups = list(groups)
+        self.fused = FusedUpdate(base)
+        self.offload_numel = offload_numel
         self.base = base
         self.workspace = workspace
         self.publisher = publisher
@@ -60,7 +65,11 @@ class InlineStepper:
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def _units(self, number: int, group: ShardGroup) -> list[Unit]:
-        if not self.split or group.accum_dtype == group.master_dtype == group.dtype:
+        if not self.split:
+            limit = None
+        elif group.offloaded:
+            limit = self.offload_numel
+        elif group.accum_dtype == group.master_dtype == group.dtype:
             limit = None
         else:
             limit = self.workspace.capacity(group.master_dtype)
@@ -74,16 +83,29 @@ class InlineStepper:
     def update(self, facts: BoundaryFacts, scale: float) -> None:
         """One optimizer step. Gradients are multiplied by ``scale`` (unscale, clip, op) on the way."""
         # Gradients used where they lie go first, in one call: a later call must not find them on their leaves again.
-        in_place = [unit for unit in self.units if self._in_place(unit, facts)]
+        left = [unit for unit in self.units if not self._update_fused(unit, facts, scale)]
+        in_place = [unit for unit in left if self._in_place(unit, facts)]
         for unit in in_place:
             self._hand_over(unit, facts, scale)
         self._apply(in_place)
         chosen = {id(unit) for unit in in_place}
-        for unit in self.units:
+        for unit in left:
             if id(unit) not in chosen and not self._step_in_slices(unit, facts, scale):
                 self._hand_over(unit, facts, scale)
                 self._apply([unit])
         self.publisher.wait()
+
+    def _update_fused(self, unit: Unit, facts: BoundaryFacts, scale: float) -> bool:
+        if not self.fused.update(unit, facts.touched[unit.number], scale):
+            return False
+        for bound in unit.fragments:
+            bound.leaf.grad = None
+        if unit.group.sharded:
+            for segment in unit.segments:
+                self.publisher.publish(unit.group, segment)
+        else:
+            self._drop_used(unit)
+        return True
 
     def _in_place(self, unit: Unit, facts: BoundaryFacts) -> bool:
         """Whether the gradients have the masters' dtype already (or none are there); alike on ranks that publish."""
@@ -102,7 +124,7 @@ class InlineStepper:
         """
         group = unit.group
         room = self.workspace.capacity(group.master_dtype)
-        if group.sharded or not self.split or unit.numel <= room or len(unit.fragments) != 1:
+        if group.sharded or group.offloaded or not self.split or unit.numel <= room or len(unit.fragments) != 1:
             return False
         (bound,) = unit.fragments
         grad = group.grad_of(bound) if facts.touched[unit.number][bound.position] else None
@@ -113,8 +135,12 @@ class InlineStepper:
         return True
 
     def _finish_replicated(self, unit: Unit) -> None:
+        unit.group.push_masters(unit.fragments)
+        self._drop_used(unit)
+
+    @staticmethod
+    def _drop_used(unit: Unit) -> None:
         group = unit.group
-        group.push_masters(unit.fragments)
         for bound in unit.fragments:
             if bound.leaf is not bound.param:  # used up: room for the states and casts of the units to come
                 bound.param.grad = group.accum[bound.position] = None
@@ -134,7 +160,7 @@ class InlineStepper:
                 if not group.aliased:
                     assert group.master is not None
                     piece = group.master.narrow(0, segment.shard_start, segment.piece_numel)
-                    group.model_piece(segment).copy_(piece)
+                    group.model_piece(segment).copy_(piece, non_blocking=group.offloaded)
                 self.publisher.publish(group, segment)
 
     def _hand_over(self, unit: Unit, facts: BoundaryFacts, scale: float) -> None:
@@ -190,9 +216,9 @@ class InlineStepper:
             bound.leaf.grad = group.grad_view(bound, held[bound.segment]) if touched[bound.position] else None
 
     def _scratch(self, numel: int, group: ShardGroup) -> torch.Tensor:
-        if numel <= self.workspace.capacity(group.master_dtype):
+        if numel <= self.workspace.capacity(group.master_dtype) and not group.offloaded:
             return self.workspace.whole(numel, group.master_dtype)
-        return torch.empty(numel, dtype=group.master_dtype, device=group.device)
+        return torch.empty(numel, dtype=group.master_dtype, device=group.state_device)
 
 
 def scale_in_place(grads: Sequence[torch.Tensor], factor: float) -> None:

@@ -1,0 +1,111 @@
+"""From the offload sections of the config to what the ZeRO core is told, with the host memory it needs checked first.
+
+Part of the composition root (``build.py``); nothing else reads these keys.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision import PrecisionPolicy
+from deepspeed.runtime.swap_tensor.host_store import is_apart
+from deepspeed.runtime.zero.fused_update import rows_of
+from deepspeed.runtime.zero.optimizer import OffloadOptions
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from deepspeed.utils.host_memory import available_memory, total_memory
+from deepspeed.utils.logging import log_dist
+
+_HERE = "zero_optimization.offload_optimizer"
+_STATES = 2  # per parameter, as Adam keeps them; others keep fewer
+_GIB = 1 << 30
+
+
+def offloads_optimizer(config: DeepSpeedConfig) -> bool:
+    """Whether masters and states are to live in host memory."""
+    section = config.zero_config.offload_optimizer
+    return int(config.zero_config.stage) >= 1 and section is not None and section.device != "none"
+
+
+def takes_host_optimizer(config: DeepSpeedConfig) -> bool:
+    """Whether the config's optimizer is made for host memory alone. With a ratio below 1 it serves the device too."""
+    section = config.zero_config.offload_optimizer
+    return section is not None and offloads_optimizer(config) and section.ratio == 1.0
+
+
+def offload_options(
+    config: DeepSpeedConfig,
+    basic: torch.optim.Optimizer,
+    params: Sequence[Any],
+    precision: PrecisionPolicy,
+    shards: int,
+) -> OffloadOptions | None:
+    """What the core is told; None without offload.
+
+    Args:
+        basic: the optimizer that will update what is offloaded.
+        params: the parameters it holds.
+        shards: ranks that states are spread over.
+
+    Raises:
+        ZeRORuntimeException: ``zero_force_ds_cpu_optimizer: true`` is written in the config, and ``basic`` is another
+            optimizer.
+        MemoryError: the host, or the container this process runs in, has too little memory for it at all.
+    """
+    section = config.zero_config.offload_optimizer
+    if section is None or not offloads_optimizer(config):
+        return None
+    _look_at_optimizer(config, basic)
+    trainable = [param for param in params if param.requires_grad]
+    first = trainable[0] if trainable else None
+    device = first.device if first is not None else torch.device("cpu")
+    if not is_apart(device):
+        log_dist(f"{_HERE}.device {section.device}: this device's memory is the host's; nothing moves", ranks=[0])
+        return None
+    if first is not None:
+        numel = sum(param.numel() for param in trainable)
+        width = (1 + _STATES) * precision.master_dtype(first).itemsize + precision.accum_dtype(first).itemsize
+        check_host_memory(int(numel * section.ratio) * width // shards)
+    asked = "sub_group_size" in config.zero_config.model_fields_set
+    unit = min(OffloadOptions.unit_numel, config.zero_config.sub_group_size) if asked else OffloadOptions.unit_numel
+    return OffloadOptions(pin=section.pin_memory, ratio=float(section.ratio), unit_numel=max(1, unit))
+
+
+def _look_at_optimizer(config: DeepSpeedConfig, basic: torch.optim.Optimizer) -> None:
+    if rows_of(basic) is not None:
+        return
+    name = type(basic).__name__
+    if config.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in config.sections.model_fields_set:
+        raise ZeRORuntimeException(
+            f"zero_force_ds_cpu_optimizer: true, and the optimizer is {name}. Pass DeepSpeedCPUAdam, DeepSpeedCPULion "
+            "or DeepSpeedCPUAdagrad (deepspeed.ops), name the optimizer in the config, or set the key to false"
+        )
+    log_dist(
+        f"{_HERE}: {name} updates host memory with its own step: an additional pass over gradients and weights, and no "
+        "overlap with copies. DeepSpeedCPUAdam (deepspeed.ops.adam) does it in one pass",
+        ranks=[0],
+    )
+
+
+def check_host_memory(nbytes: int) -> None:
+    """Refuse a need per rank that the ranks of this host cannot have, before anything is allocated.
+
+    Raises:
+        MemoryError: more than this machine, or the container, has. A need above what is free now is a line in the log.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    need, total, free = nbytes * ranks, total_memory(), available_memory()
+    facts = (
+        f"{_HERE}: masters, states and gradients of {ranks} ranks need {need / _GIB:.1f} GiB of host memory"
+    )
+    if need > total:
+        raise MemoryError(
+            f"{facts}; the host (or its container) has {total / _GIB:.1f} GiB. Use more hosts, stage 3 with device "
+            "nvme, or half-width states (bf16.bf16_master_weights_and_grads with bf16.bf16_optimizer_states)"
+        )
+    if need > free:
+        log_dist(f"{facts}; {free / _GIB:.1f} GiB are free now", ranks=[0])

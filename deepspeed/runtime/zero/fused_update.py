@@ -1,0 +1,146 @@
+"""The boundary's one pass over a unit: read the gradient, unscale and clip it, update, round into the model's dtype.
+
+Optimizers of ours that run on the CPU offer ``update_from(rows, scale)``: each element is read and written once, with
+no cast gradients and no second pass over the masters. Everything else goes through ``base.step()`` (``stepper.py``);
+both ways give the same bits.
+
+Owns: whether a base optimizer may be driven so, the rows of a unit, and the staging memory through which offloaded
+units travel to the device. Does not own: the order of units, publishing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator.real_accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.host_store import HostMemory
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.shard_group import BoundFragment
+    from deepspeed.runtime.zero.stepper import Unit
+
+# (leaf, its gradient in any float dtype, where the new value goes rounded)
+Row = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
+
+
+class TakesRows(Protocol):
+    """An optimizer that updates leaves from gradients that are not on them."""
+
+    def takes_rows(self, rows: Sequence[Row]) -> bool: ...
+    def update_from(self, rows: Sequence[Row], scale: float) -> None: ...
+
+
+def rows_of(base: torch.optim.Optimizer) -> TakesRows | None:
+    """``base`` if it may be driven by rows; None for one that cannot, or whose ``step`` was hooked or overridden."""
+    order = type(base).__mro__
+    step = next(i for i, cls in enumerate(order) if "step" in cls.__dict__)
+    update = next((i for i, cls in enumerate(order) if "update_from" in cls.__dict__), None)
+    hooked = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
+    if update is None or update > step or hooked:
+        return None
+    return base  # type: ignore[return-value]
+
+
+class FusedUpdate:
+    """Updates units by rows where that is possible."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self._stages: dict[int, _Stages] = {}  # of each host memory's groups
+
+    def update(self, unit: Unit, touched: bytes, scale: float) -> bool:
+        """Update ``unit`` and put the new values into the model; False: not possible, nothing was done."""
+        driven = rows_of(self.base)
+        if driven is None:
+            return False
+        group = unit.group
+        staged = self._stage(unit) if group.offloaded else None
+        rows: list[Row] = []
+        for bound, place in _placed(unit):
+            grad = group.grad_of(bound) if touched[bound.position] else None
+            out: torch.Tensor | None = None if group.aliased else bound.model
+            if staged is not None:
+                out = staged.narrow(0, place, bound.fragment.numel).view(bound.leaf.shape)
+            if grad is not None:
+                rows.append((bound.leaf, grad, out))
+            elif staged is not None and out is not None:
+                out.copy_(bound.leaf.detach())
+        if rows:
+            if not driven.takes_rows(rows):
+                return False
+            driven.update_from(rows, scale)
+            # Schedulers look at it, to tell who steps first.
+            self.base._opt_called = True  # type: ignore[attr-defined]
+        if staged is not None:
+            self._send(unit, staged)
+        return True
+
+    # ---- offloaded units -------------------------------------------------------------------------------------------
+
+    def _stage(self, unit: Unit) -> torch.Tensor:
+        """Host memory for the new values of ``unit`` in the model's dtype, laid out as its masters are.  # 1D"""
+        host = unit.group.host
+        assert host is not None
+        stages = self._stages.setdefault(id(host), _Stages(host))
+        staged = stages.take(unit.numel, unit.group.dtype, unit.group.device)
+        if sum(bound.fragment.numel for bound in unit.fragments) < unit.numel:
+            staged.zero_()  # padding
+        return staged
+
+    def _send(self, unit: Unit, staged: torch.Tensor) -> None:
+        group = unit.group
+        if group.sharded:
+            for segment in unit.segments:
+                at = segment.shard_start - unit.shard_start
+                piece = staged.narrow(0, at, segment.piece_numel)
+                group.model_piece(segment).copy_(piece, non_blocking=True)
+        else:
+            for bound, place in _placed(unit):
+                view = staged.narrow(0, place, bound.fragment.numel)
+                bound.model.copy_(view.view(bound.leaf.shape), non_blocking=True)
+        self._stages[id(group.host)].sent()
+
+
+def _placed(unit: Unit) -> Iterator[tuple[BoundFragment, int]]:
+    """The fragments of ``unit``, each with its first element in a buffer of the unit."""
+    at = 0
+    for bound in unit.fragments:
+        numel = bound.fragment.numel
+        if unit.group.sharded:
+            at = bound.fragment.shard_start - unit.shard_start if numel else 0
+        yield bound, at
+        at += numel
+
+
+class _Stages:
+    """Two buffers of locked host memory in turn: one is filled while the other travels."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._events: list[Any] = [None, None]
+        self._turn = 0
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer whose turn it is, once what was in it has arrived.  # 1D, uninitialised"""
+        event, self._events[self._turn] = self._events[self._turn], None
+        if event is not None:
+            event.synchronize()
+        nbytes = numel * dtype.itemsize
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[self._turn] = self._host.zeros(nbytes, torch.uint8, device)
+        return buffer.narrow(0, 0, nbytes).view(dtype)
+
+    def sent(self) -> None:
+        """The copies out of the buffer are on their way."""
+        accelerator = get_accelerator()
+        if not accelerator.is_synchronized_device():
+            event = accelerator.Event()
+            event.record()
+            self._events[self._turn] = event
+        self._turn = 1 - self._turn
