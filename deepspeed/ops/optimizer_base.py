@@ -8,11 +8,14 @@ fp32 moments of a bf16 parameter at each resume). `state["step"]` is a Python in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
+
+# A parameter and its gradient.
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _SUPPORTED = (torch.float32, torch.float64, *_LOW_PRECISION)
@@ -104,9 +107,9 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def gradients(group: dict[str, Any]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of a parameter and its gradient, for the parameters of a group that have one."""
-    for param in group["params"]:
+def gradients(params: Iterable[torch.Tensor]) -> Iterator[Pair]:
+    """Pairs of a parameter and its gradient, for those of `params` that have one."""
+    for param in params:
         grad = param.grad
         if grad is not None:
             yield param, grad

@@ -11,19 +11,20 @@ A sparse gradient updates the rows it names and no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from deepspeed.ops.elementwise import Row, is_direct, run_direct, run_staged
-from deepspeed.ops.optimizer_base import StateOptimizer, gradients, run_closure
+from deepspeed.ops.optimizer_base import Pair
+from deepspeed.ops.row_optimizer import RowOptimizer
 
 _NATIVE = (torch.float32, torch.float64)
 
 
-class DeepSpeedCPUAdagrad(StateOptimizer):
+class DeepSpeedCPUAdagrad(RowOptimizer):
     """Adagrad on the CPU; fp32 parameters: equal to torch's fused optimizer bit by bit.
 
     State per parameter: `exp_avg_sq`, the running sum of squares (the name is historical), and `step` (int).
@@ -39,6 +40,7 @@ class DeepSpeedCPUAdagrad(StateOptimizer):
         RuntimeError: a parameter that is not on the CPU; weight decay with a sparse gradient.
     """
 
+    _op: ClassVar[str] = "cpu_adagrad"
     _only_device: ClassVar[str | None] = "cpu"
 
     def __init__(
@@ -55,18 +57,16 @@ class DeepSpeedCPUAdagrad(StateOptimizer):
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(model_params, defaults, fp32_optimizer_states=fp32_optimizer_states)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from the parameters' `grad`; returns the loss of `closure`."""
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            self._update_group(group)
-        return loss
+    def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg_sq",)
 
-    def _update_group(self, group: dict[str, Any]) -> None:
+    def _rule(self, group: dict[str, Any], step: int) -> tuple[float, ...]:
+        return float(group["lr"]), group["eps"], group["weight_decay"], 0.0, 0.0, 0.0, 0.0, 0.0
+
+    def _update_pairs(self, group: dict[str, Any], pairs: Iterable[Pair]) -> None:
         direct: dict[torch.dtype, list[Row]] = {}
         kernel = _Adagrad(float(group["lr"]), group["eps"], group["weight_decay"])
-        for param, grad in gradients(group):
+        for param, grad in pairs:
             state = self.state[param]
             if not state:
                 self.check_param(param)

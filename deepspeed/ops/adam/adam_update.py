@@ -19,13 +19,14 @@ that step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deepspeed.ops.elementwise import Row, run_staged
-from deepspeed.ops.optimizer_base import StateOptimizer
+from deepspeed.ops.optimizer_base import Pair, StateOptimizer, gradients
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,33 @@ class AdamRule:
             amsgrad=group.get("amsgrad", False),
         )
 
+    def numbers(self, step: int) -> tuple[float, ...]:
+        """What the native kernel needs at this step (`AdamNumbers` in update_rules.h)."""
+        bias1, bias2 = (1 - self.beta1**step, 1 - self.beta2**step) if self.bias_correction else (1.0, 1.0)
+        flags = 1 * self.decoupled + 2 * self.amsgrad
+        return (
+            float(self.lr),
+            self.beta1,
+            self.beta2,
+            self.eps,
+            self.weight_decay,
+            bias1,
+            math.sqrt(bias2),
+            flags,
+        )
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
 
 def adam_update_group(optimizer: StateOptimizer, group: dict[str, Any], rule: AdamRule) -> None:
-    """Update every parameter of the group that has a gradient; makes `exp_avg`, `exp_avg_sq` and `step` at first use.
+    """Update every parameter of the group that has a gradient, see `adam_update_pairs`."""
+    adam_update_pairs(optimizer, gradients(group["params"]), rule)
+
+
+def adam_update_pairs(optimizer: StateOptimizer, pairs: Iterable[Pair], rule: AdamRule) -> None:
+    """Update parameters of one group from the gradients beside them; makes states and `step` at first use.
 
     Parameters of one device, dtype and step count go to one fused call; the others one by one through fp32 scratch.
     """
@@ -67,10 +92,7 @@ def adam_update_group(optimizer: StateOptimizer, group: dict[str, Any], rule: Ad
     batches: dict[tuple[torch.dtype, int, int], list[list[torch.Tensor]]] = {}
     amsgrad = rule.amsgrad
     states = optimizer.state
-    for param in group["params"]:
-        grad = param.grad
-        if grad is None:
-            continue
+    for param, grad in pairs:
         if grad.is_sparse:
             raise RuntimeError(
                 f"{type(optimizer).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.ops.adam.adam_update import AdamRule, adam_update_group
-from deepspeed.ops.optimizer_base import StateOptimizer, run_closure
+from deepspeed.ops.adam.adam_update import AdamRule, adam_update_pairs
+from deepspeed.ops.optimizer_base import Pair, StateOptimizer
+from deepspeed.ops.row_optimizer import RowOptimizer
 
 
-class DeepSpeedCPUAdam(StateOptimizer):
+class DeepSpeedCPUAdam(RowOptimizer):
     """Adam (`adamw_mode=False`) or AdamW on the CPU; fp32 parameters: equal to torch's fused optimizer bit by bit.
 
     State per parameter: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with amsgrad) and `step` (int). The arithmetic is
@@ -29,6 +30,7 @@ class DeepSpeedCPUAdam(StateOptimizer):
     """
 
     _extra_attributes: ClassVar[tuple[str, ...]] = (*StateOptimizer._extra_attributes, "adam_w_mode")
+    _op: ClassVar[str] = "cpu_adam"
     _only_device: ClassVar[str | None] = "cpu"
 
     def __init__(
@@ -54,10 +56,14 @@ class DeepSpeedCPUAdam(StateOptimizer):
         }
         super().__init__(model_params, defaults, fp32_optimizer_states=fp32_optimizer_states)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from the parameters' `grad`; returns the loss of `closure`."""
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            adam_update_group(self, group, AdamRule.of_group(group, decoupled=self.adam_w_mode))
-        return loss
+    def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._adam(group).state_keys
+
+    def _rule(self, group: dict[str, Any], step: int) -> tuple[float, ...]:
+        return self._adam(group).numbers(step)
+
+    def _update_pairs(self, group: dict[str, Any], pairs: Iterable[Pair]) -> None:
+        adam_update_pairs(self, pairs, self._adam(group))
+
+    def _adam(self, group: dict[str, Any]) -> AdamRule:
+        return AdamRule.of_group(group, decoupled=self.adam_w_mode)

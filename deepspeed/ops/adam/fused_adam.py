@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.ops.adam.adam_update import AdamRule, adam_update_group
-from deepspeed.ops.optimizer_base import StateOptimizer, refuse_legacy_step_arguments, run_closure
+from deepspeed.ops.adam.adam_update import AdamRule, adam_update_pairs
+from deepspeed.ops.optimizer_base import Pair, StateOptimizer, refuse_legacy_step_arguments
+from deepspeed.ops.row_optimizer import RowOptimizer
 
 
-class FusedAdam(StateOptimizer):
+class FusedAdam(RowOptimizer):
     """Adam (`adam_w_mode=False`) or AdamW, equal to torch's fused optimizer bit by bit.
 
     State per parameter: `exp_avg` and `exp_avg_sq` (shape and dtype of the parameter) and `step` (int).
@@ -30,6 +31,7 @@ class FusedAdam(StateOptimizer):
     """
 
     _extra_attributes: ClassVar[tuple[str, ...]] = (*StateOptimizer._extra_attributes, "adam_w_mode")
+    _op: ClassVar[str] = "fused_adam"
 
     def __init__(
         self,
@@ -61,7 +63,6 @@ class FusedAdam(StateOptimizer):
             params, defaults, fp32_optimizer_states=fp32_optimizer_states, set_grad_none=set_grad_none
         )
 
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -80,7 +81,19 @@ class FusedAdam(StateOptimizer):
             grad_norms=grad_norms,
             grad_scaler=grad_scaler,
         )
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            adam_update_group(self, group, AdamRule.of_group(group, decoupled=self.adam_w_mode))
-        return loss
+        return super().step(closure)
+
+    # Beside `step`, because whoever overrides one of the two has to override both.
+    update_from = RowOptimizer.update_from
+
+    def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._adam(group).state_keys
+
+    def _rule(self, group: dict[str, Any], step: int) -> tuple[float, ...]:
+        return self._adam(group).numbers(step)
+
+    def _update_pairs(self, group: dict[str, Any], pairs: Iterable[Pair]) -> None:
+        adam_update_pairs(self, pairs, self._adam(group))
+
+    def _adam(self, group: dict[str, Any]) -> AdamRule:
+        return AdamRule.of_group(group, decoupled=self.adam_w_mode)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.ops.lion.lion_update import lion_update_group
-from deepspeed.ops.optimizer_base import StateOptimizer, run_closure
+from deepspeed.ops.lion.lion_update import lion_numbers, lion_update_pairs
+from deepspeed.ops.optimizer_base import Pair
+from deepspeed.ops.row_optimizer import RowOptimizer
 
 
-class DeepSpeedCPULion(StateOptimizer):
+class DeepSpeedCPULion(RowOptimizer):
     """Lion on the CPU. State per parameter: `exp_avg` and `step` (int). The arithmetic is fp32.
 
     Args:
@@ -23,6 +24,7 @@ class DeepSpeedCPULion(StateOptimizer):
         RuntimeError: a parameter that is not on the CPU, a sparse gradient.
     """
 
+    _op: ClassVar[str] = "cpu_lion"
     _only_device: ClassVar[str | None] = "cpu"
 
     def __init__(
@@ -36,10 +38,11 @@ class DeepSpeedCPULion(StateOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(model_params, defaults, fp32_optimizer_states=fp32_optimizer_states)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from the parameters' `grad`; returns the loss of `closure`."""
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            lion_update_group(self, group)
-        return loss
+    def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _rule(self, group: dict[str, Any], step: int) -> tuple[float, ...]:
+        return lion_numbers(group)
+
+    def _update_pairs(self, group: dict[str, Any], pairs: Iterable[Pair]) -> None:
+        lion_update_pairs(self, group, pairs)

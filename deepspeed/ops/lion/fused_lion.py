@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.ops.lion.lion_update import lion_update_group
-from deepspeed.ops.optimizer_base import StateOptimizer, refuse_legacy_step_arguments, run_closure
+from deepspeed.ops.lion.lion_update import lion_numbers, lion_update_pairs
+from deepspeed.ops.optimizer_base import Pair, refuse_legacy_step_arguments
+from deepspeed.ops.row_optimizer import RowOptimizer
 
 
-class FusedLion(StateOptimizer):
+class FusedLion(RowOptimizer):
     """Lion. State per parameter: `exp_avg` (shape and dtype of the parameter) and `step` (int).
 
     Args:
@@ -25,6 +26,8 @@ class FusedLion(StateOptimizer):
     Raises:
         RuntimeError: a sparse gradient, a parameter that is not floating point.
     """
+
+    _op: ClassVar[str] = "fused_lion"
 
     def __init__(
         self,
@@ -41,7 +44,6 @@ class FusedLion(StateOptimizer):
             params, defaults, fp32_optimizer_states=fp32_optimizer_states, set_grad_none=set_grad_none
         )
 
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -60,7 +62,16 @@ class FusedLion(StateOptimizer):
             grad_norms=grad_norms,
             grad_scaler=grad_scaler,
         )
-        loss = run_closure(closure)
-        for group in self.param_groups:
-            lion_update_group(self, group)
-        return loss
+        return super().step(closure)
+
+    # Beside `step`, because whoever overrides one of the two has to override both.
+    update_from = RowOptimizer.update_from
+
+    def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _rule(self, group: dict[str, Any], step: int) -> tuple[float, ...]:
+        return lion_numbers(group)
+
+    def _update_pairs(self, group: dict[str, Any], pairs: Iterable[Pair]) -> None:
+        lion_update_pairs(self, group, pairs)

@@ -12,24 +12,31 @@ program 1):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deepspeed.ops.elementwise import Row, is_direct, run_direct, run_staged, slices
-from deepspeed.ops.optimizer_base import StateOptimizer, gradients
+from deepspeed.ops.optimizer_base import Pair, StateOptimizer
 
 # Low precision rows go through fp32: a sign taken from a rounded sum would flip where the two terms nearly cancel.
 _NATIVE = (torch.float32, torch.float64)
 
 
-def lion_update_group(optimizer: StateOptimizer, group: dict[str, Any]) -> None:
-    """Update every parameter of the group that has a gradient; makes `exp_avg` and `step` at first use."""
+def lion_numbers(group: dict[str, Any]) -> tuple[float, ...]:
+    """What the native kernel needs (`Lion` in update_rules.h)."""
+    beta1, beta2 = group["betas"]
+    return float(group["lr"]), beta1, beta2, group["weight_decay"], 0.0, 0.0, 0.0, 0.0
+
+
+def lion_update_pairs(optimizer: StateOptimizer, group: dict[str, Any], pairs: Iterable[Pair]) -> None:
+    """Update parameters of the group from the gradients beside them; makes `exp_avg` and `step` at first use."""
     direct: dict[tuple[torch.device, torch.dtype], list[Row]] = {}
     beta1, beta2 = group["betas"]
     kernel = _Lion(float(group["lr"]), beta1, beta2, group["weight_decay"])
-    for param, grad in gradients(group):
+    for param, grad in pairs:
         if grad.is_sparse:
             raise RuntimeError(
                 f"{type(optimizer).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "
