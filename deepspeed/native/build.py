@@ -46,9 +46,7 @@ _FLAGS = (*_CODE, "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # Compiler flags one library needs beside the common ones.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     # Multiplications and additions are fused where the source says so and nowhere else: bits are compared with torch.
-    "optimizers": (
-        "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti",
-    ),
+    "optimizers": ("-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),
 }
 """Name -> additional flags, of every library there is."""
 

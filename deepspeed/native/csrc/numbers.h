@@ -4,15 +4,10 @@
 // Invariant: pointers may have any alignment; what is not aligned to its element is copied, never read in place.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
+#include "vectors.h"
 
 // One copy of each kernel: they are called per block, and inlining them everywhere would make compiling slow.
 #define ONE_COPY __attribute__((noinline))
@@ -21,6 +16,11 @@ namespace numbers {
 
 // The codes of the Python side (deepspeed/ops/native_kernels.py).
 enum Kind : int { NONE = 0, F32 = 1, BF16 = 2, F16 = 3 };
+
+using vectors::load;
+using vectors::store;
+typedef float EightFloats __attribute__((vector_size(32)));
+typedef short EightHalves __attribute__((vector_size(16)));
 
 inline int64_t width(int kind) { return kind == F32 ? 4 : 2; }
 
@@ -36,15 +36,6 @@ inline float value_of(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
-}
-
-// a * b + c, rounded once where the instruction set has that: the fp32 kernels of torch do the same.
-inline float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
 }
 
 ONE_COPY inline void bf16_to_f32(const uint16_t* __restrict from, float* __restrict to, int64_t count) {
@@ -87,7 +78,7 @@ ONE_COPY inline void f16_to_f32(const uint16_t* __restrict from, float* __restri
   int64_t i = 0;
 #if defined(__F16C__)
   for (; i + 8 <= count; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+    store(to + i, __builtin_ia32_vcvtph2ps256(load<EightHalves>(from + i)));
 #elif defined(__ARM_NEON) && defined(__aarch64__)
   for (; i + 4 <= count; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))));
 #endif
@@ -98,8 +89,7 @@ ONE_COPY inline void f32_to_f16(const float* __restrict from, uint16_t* __restri
   int64_t i = 0;
 #if defined(__F16C__)
   for (; i + 8 <= count; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    store(to + i, __builtin_ia32_vcvtps2ph256(load<EightFloats>(from + i), 8));  // 8: to nearest even, no exceptions
 #elif defined(__ARM_NEON) && defined(__aarch64__)
   for (; i + 4 <= count; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
 #endif

@@ -12,19 +12,11 @@
 namespace {
 
 using numbers::BLOCK;
+using vectors::LANES;
 
 constexpr int64_t UNIT = 4096;    // elements; a multiple of BLOCK
 constexpr int64_t GRAIN = 8;      // units a thread takes at once
 constexpr int RULE_DOUBLES = 8;
-
-// Elements of a vector register in the kernels of torch that this variant is compared with.
-#if defined(__AVX512F__)
-constexpr int64_t LANES = 16;
-#elif defined(__ARM_NEON)
-constexpr int64_t LANES = 4;
-#else
-constexpr int64_t LANES = 8;
-#endif
 
 // One tensor. Kinds are those of numbers::Kind; `out` may be null.
 struct Row {
@@ -119,11 +111,11 @@ void update_range(const Row& row, const double* numbers_of_rule, float scale, in
     for (int s = 0; s < states; ++s)
       state[s] = read_block(at(row.state[s], start * width(kinds[s])), kinds[s], count, scratch[2 + s]);
     const int64_t whole = count - count % lanes;
-    rule.template apply<false>(param, grad, state, whole);
+    rule.template apply<vectors::Vec>(param, grad, state, whole);
     if (whole < count) {
       float* rest[3] = {nullptr, nullptr, nullptr};
       for (int s = 0; s < states; ++s) rest[s] = state[s] + whole;
-      rule.template apply<true>(param + whole, grad + whole, rest, count - whole);
+      rule.template apply<float>(param + whole, grad + whole, rest, count - whole);
     }
     write_block(param, param_at, param_kind, count);
     for (int s = 0; s < states; ++s)

@@ -17,10 +17,6 @@
 #include <pthread.h>
 #include <signal.h>
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
 namespace pool {
 
 constexpr int MOST_THREADS = 256;
@@ -68,7 +64,7 @@ inline Region& shared_region() {
 
 inline unsigned control_word() {
 #if defined(__SSE2__)
-  return _mm_getcsr();
+  return __builtin_ia32_stmxcsr();
 #else
   return 0;
 #endif
@@ -76,7 +72,7 @@ inline unsigned control_word() {
 
 inline void set_control_word(unsigned word) {
 #if defined(__SSE2__)
-  _mm_setcsr(word);
+  __builtin_ia32_ldmxcsr(word);
 #else
   (void)word;
 #endif

@@ -1,0 +1,81 @@
+// One vector register of fp32 values, for every instruction set, written so that one formula serves vectors and floats.
+//
+// Owns: `Vec` and the few operations that the compiler's vector types lack. The other operators (+ - * / < ?:) are the
+// compiler's own (GCC and Clang vector extensions).
+// LANES is the width of the kernels of torch that a variant is compared with: the elements beyond the last whole vector
+// are rounded in another order there.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace vectors {
+
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+constexpr int64_t LANES = 4;
+#else
+constexpr int64_t LANES = 8;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+template <class V, class T>
+inline V load(const T* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(V));  // any alignment; one instruction
+  return value;
+}
+
+template <class V, class T>
+inline void store(T* to, V value) {
+  std::memcpy(to, &value, sizeof(V));
+}
+
+inline float square_root(float value) { return __builtin_sqrtf(value); }
+
+// The compilers' own names of single instructions: <immintrin.h> would take a second to read.
+inline Vec square_root(Vec value) {
+#if defined(__clang__)
+  return __builtin_elementwise_sqrt(value);
+#elif defined(__AVX512F__)
+  return __builtin_ia32_sqrtps512_mask(value, value, -1, 4);
+#elif defined(__AVX2__)
+  return __builtin_ia32_sqrtps256(value);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return vsqrtq_f32(value);
+#else
+  Vec root;
+  for (int64_t k = 0; k < LANES; ++k) root[k] = __builtin_sqrtf(value[k]);
+  return root;
+#endif
+}
+
+// a * b + c, rounded once where the instruction set has that; the kernels of torch do the same.
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__clang__)
+  return __builtin_elementwise_fma(a, b, c);
+#elif defined(__AVX512F__)
+  return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4);
+#elif defined(__AVX2__)
+  return __builtin_ia32_vfmaddps256(a, b, c);
+#else
+  return vfmaq_f32(c, a, b);
+#endif
+}
+#else
+inline float multiply_add(float a, float b, float c) { return a * b + c; }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
+#endif
+
+}  // namespace vectors
