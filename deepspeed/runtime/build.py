@@ -21,7 +21,7 @@ from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.applied_config import apply_config, check_tested, dump_state
-from deepspeed.runtime.build_offload import offload_options, takes_host_optimizer
+from deepspeed.runtime.build_offload import offload_options, parameter_host, takes_host_optimizer
 from deepspeed.runtime.build_routes import ZeroRoutes, zero_routes
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
@@ -220,7 +220,9 @@ def prepare_module(
     precision = build_precision(config, model, shares_sequences=mesh.size("sp") > 1)
     report = cast_module(model, precision)
     stage = int(config.zero_config.stage)
-    take_off_meta(model, device, stage, sharded=Placement.for_stage(stage, mesh.size("zero")).parameter_sharded)
+    offload = parameter_host(config, device) is not None
+    sharded = Placement.for_stage(stage, mesh.size("zero"), offload=offload).parameter_sharded
+    take_off_meta(model, device, stage, sharded=sharded)
     model.to(device)
     return precision, report
 
@@ -363,7 +365,8 @@ def shard_module(
     """Who shards and gathers the parameters at stage 3; None where every rank keeps them whole."""
     zero = config.zero_config
     world = routes.shards.world
-    if not Placement.for_stage(int(zero.stage), world).parameter_sharded:
+    host = parameter_host(config, device)
+    if not Placement.for_stage(int(zero.stage), world, offload=host is not None).parameter_sharded:
         return None
     apply_zero_leaf_module_config(model, zero.leaf_module)
     total = sum(param.numel() for param in model.parameters())
@@ -397,6 +400,7 @@ def shard_module(
         route=routes.gather,
         frozen_route=routes.gather_frozen,
         align_numel=routes.align_numel,
+        host=host,
     )
 
 
@@ -424,7 +428,8 @@ def wrap_optimizer(
     """``basic`` inside the ZeRO core, with the placement of the configured stage."""
     zero = config.zero_config
     world = mesh.size("zero")
-    placement = Placement.for_stage(int(zero.stage), routes.shards.world, routes.axis)
+    offload = sharded is not None and sharded.host is not None
+    placement = Placement.for_stage(int(zero.stage), routes.shards.world, routes.axis, offload=offload)
     scaler = None
     if precision.fp16_scaling:
         fp16 = config.float16_config

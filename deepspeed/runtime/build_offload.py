@@ -13,7 +13,7 @@ import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision import PrecisionPolicy
-from deepspeed.runtime.swap_tensor.host_store import is_apart
+from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
 from deepspeed.runtime.zero.fused_update import rows_of
 from deepspeed.runtime.zero.optimizer import OffloadOptions
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -29,6 +29,14 @@ def offloads_optimizer(config: DeepSpeedConfig) -> bool:
     """Whether masters and states are to live in host memory."""
     section = config.zero_config.offload_optimizer
     return int(config.zero_config.stage) >= 1 and section is not None and section.device != "none"
+
+
+def parameter_host(config: DeepSpeedConfig, device: torch.device) -> HostMemory | None:
+    """Where the shards of parameters live between uses; None: on the device."""
+    section = config.zero_config.offload_param
+    if int(config.zero_config.stage) < 3 or section is None or section.device == "none" or not is_apart(device):
+        return None
+    return HostMemory(pin=section.pin_memory)
 
 
 def takes_host_optimizer(config: DeepSpeedConfig) -> bool:

@@ -58,10 +58,6 @@ def _writer(test: Callable[[Any], bool]) -> Callable[[ConfigSections], bool]:
     return lambda sections: sections.checkpoint.writer is not None and test(sections.checkpoint.writer)
 
 
-def _offloads(block: Any) -> bool:
-    return block is not None and block.device != "none"
-
-
 def _on_disk(block: Any) -> bool:
     return block is not None and block.device == "nvme"
 
@@ -83,9 +79,9 @@ MISSING_FEATURES: tuple[MissingFeature, ...] = (
     ),
     _row(
         "zero_optimization.offload_param.device",
-        _stage3(lambda zero: _offloads(zero.offload_param)),
-        "offload of weights",
-        'use device "none"',
+        _stage3(lambda zero: _on_disk(zero.offload_param)),
+        "offload of weights to nvme",
+        'use device "cpu"',
     ),
     _row(
         "zero_optimization.zenflow",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.harness.parity import PRECISIONS, Case, assert_same_training
-from tests.harness.width import product
+from tests.harness.width import product, wide
 
 CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 IN_UNITS = {**CPU, "sub_group_size": 30, "reduce_bucket_size": 50, "overlap_comm": True}
@@ -19,8 +19,11 @@ RELEASED = {
     "stage3_param_persistence_threshold": 0,
     "overlap_comm": False,
 }
+PARAMETERS = {**RELEASED, "offload_param": {"device": "cpu"}}
+PARAMETERS_ALONE = {"offload_param": {"device": "cpu"}, "reduce_bucket_size": 50}
 TWIN_FLOW = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "reduce_bucket_size": 64}
-MODELS = ("tied", "shared", "unused", "lora", "degenerate", "llama", "embeddings")
+DAILY_MODELS = ("shared", "lora", "degenerate")
+MODELS = ("tied", "unused", "llama", "embeddings")
 
 
 def _in_daily_run(world_size: int, precision: str, optimizer: str) -> bool:
@@ -32,13 +35,14 @@ def _in_daily_run(world_size: int, precision: str, optimizer: str) -> bool:
     product((1, 2, 3, 4), tuple(PRECISIONS), ("adamw", "sgd", "group_lr"), daily=_in_daily_run),
 )
 def test_same_training_as_plain_torch(pool, world_size: int, precision: str, optimizer: str) -> None:
-    rows = ((1, CPU, 1, 0.5), (2, IN_UNITS, 3, 0.0), (3, IN_UNITS, 1, 0.5), (3, RELEASED, 3, 0.0), (3, TWIN_FLOW, 1, 0))
+    rows = ((1, CPU, 1, 0.5), (2, IN_UNITS, 3, 0.0), (3, IN_UNITS, 1, 0.5), (3, RELEASED, 3, 0), (3, TWIN_FLOW, 1, 0))
+    rows += ((3, PARAMETERS, 3, 0.5), (3, PARAMETERS_ALONE, 1, 0.5))
     cases = [Case(stage, precision, micros, clip, optimizer, zero=zero) for stage, zero, micros, clip in rows]
     assert_same_training(pool, world_size, cases)
 
 
-@pytest.mark.parametrize(("model",), product(MODELS, daily=lambda model: model in ("shared", "lora", "degenerate")))
+@pytest.mark.parametrize("model", (*DAILY_MODELS, *map(wide, MODELS)))
 def test_same_training_for_every_kind_of_model(pool, model: str) -> None:
-    rows = ((2, CPU, "bf16"), (1, IN_UNITS, "fp32"), (3, RELEASED, "bf16"), (3, IN_UNITS, "fp32"))
+    rows = ((2, CPU, "bf16"), (1, IN_UNITS, "fp32"), (3, PARAMETERS, "bf16"), (3, RELEASED, "fp32"))
     cases = [Case(stage, p, accumulation=2, clip=0.5, model=model, steps=3, zero=zero) for stage, zero, p in rows]
     assert_same_training(pool, 2, cases)

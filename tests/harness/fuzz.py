@@ -64,8 +64,11 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
         **_PRECISION[recipe.precision][0],
     }
     if recipe.offload:
-        section = {"device": "cpu", "ratio": 0.5} if recipe.offload == "half" else {"device": recipe.offload}
-        config["zero_optimization"]["offload_optimizer"] = section
+        if recipe.offload != "param":
+            ratio = 0.5 if recipe.offload == "half" else 1.0
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
+        if recipe.offload in ("param", "all"):
+            config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if recipe.accum:
         config["data_types"] = {"grad_accum_dtype": recipe.accum}
     if not recipe.client_optimizer:

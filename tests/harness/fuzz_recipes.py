@@ -79,7 +79,7 @@ class Recipe:
     client_optimizer: bool = False
     num_groups: int = 1
     zero: tuple[tuple[str, Any], ...] = ()
-    offload: str = ""  # offload_optimizer.device; "half": of half of it
+    offload: str = ""  # what lives in host memory: "cpu": states, "half" of them, "param": weights, "all"
     ops: tuple[Op, ...] = field(default=(Op("micro", (Part(),)),))
 
     @property
@@ -220,7 +220,10 @@ def draw_offload(seed: int) -> Recipe:
     recipe = draw_stage_3(seed) if rng.random() < 0.6 else draw(seed)
     recipe = replace(recipe, stage=max(recipe.stage, 1))
     zero = (*recipe.zero, ("sub_group_size", rng.choice((10, 40, 1000))))
-    return replace(recipe, zero=zero, offload=rng.choice(("cpu", "cpu", "half") if recipe.stage == 3 else ("cpu",)))
+    offload = rng.choice(("cpu", "half", "param", "all")) if recipe.stage == 3 else "cpu"
+    if recipe.world_size == 1 and any(op.kind == "no_sync" for op in recipe.ops):
+        offload = "cpu"  # one rank that releases weights reduces in every backward, and adds up in that order
+    return replace(recipe, zero=zero, offload=offload)
 
 
 def _alike(op: Op, world_size: int) -> Op:

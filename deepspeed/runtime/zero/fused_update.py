@@ -58,7 +58,7 @@ class FusedUpdate:
         if driven is None:
             return False
         group = unit.group
-        staged = self._stage(unit) if group.offloaded else None
+        staged = self._stage(unit) if group.offloaded and not group.model_on_host else None
         rows: list[Row] = []
         for bound, place in _placed(unit):
             grad = group.grad_of(bound) if touched[bound.position] else None

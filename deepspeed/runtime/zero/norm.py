@@ -121,7 +121,7 @@ def boundary_facts(reducer: Reducer, workspace: Workspace, *, want_norm: bool) -
     total = sum_of_squares(groups, workspace) if want_norm else None
     if reducer.world == 1:
         norm = math.sqrt(float(total)) if total is not None else 0.0
-        return BoundaryFacts(norm, [bytes(flags) for flags in reducer.touched], False)
+        return BoundaryFacts(norm, [bytes(flags) for flags in reducer.touched], reducer.left_overs() > 0)
     sharded = any(group.sharded for group in groups)
     flags = [float(flag) for marks in reducer.touched for flag in marks]
     calls = reducer.launched

@@ -288,8 +288,9 @@ class ZeroOptimizer(ZeROOptimizer):
              for bucket_numel in [group.layout.max_segment_numel]),
             default=0,
         )  # fmt: skip
-        two = self.options.overlap and self.world > 1 and nbytes <= _MAX_DOUBLED
-        lean = self.sharding is not None and self.world > 1 and self.sharding.releases
+        sends = self.world > 1 or self.sharding is not None  # one rank that fetches its parameters goes the same way
+        two = self.options.overlap and sends and nbytes <= _MAX_DOUBLED
+        lean = self.sharding is not None and self.sharding.releases
         in_parts = lean and not self.options.overlap and (self.grad_route is None or self.grad_route.packing is None)
         borrow = lean and not in_parts
         scratch = min(nbytes, _MAX_SCRATCH) if lean else None
@@ -298,7 +299,7 @@ class ZeroOptimizer(ZeROOptimizer):
             nbytes = max((part_nbytes(segment, group.world, group.comm_dtype) for group, segment in every), default=0)
         self.workspace = Workspace(nbytes, 2 if two else 1, device, kept=not borrow, scratch=scratch)
         self.reducer: Reducer
-        if self.world > 1:
+        if sends:
             self.reducer = GradReducer(
                 self.groups, self.process_group, self.world, self.workspace,
                 ReduceOptions(
@@ -332,7 +333,7 @@ class ZeroOptimizer(ZeROOptimizer):
             on_raw_begin=lambda: self.on_raw_begin(),
             on_ending=self._backward_ending,
             on_end=self._backward_ended,
-            hook_parameters=self.world > 1
+            hook_parameters=sends
             or any(group.accum_dtype != group.dtype or group.offloaded for group in self.groups),
         )
 

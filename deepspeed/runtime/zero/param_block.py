@@ -73,8 +73,14 @@ class ParamBlock:
         index: int,
         persistent: bool = False,
         route: GatherRoute | None = None,
+        offloaded_from: torch.device | None = None,
     ) -> None:
-        """``route``: how it is gathered; default: exactly, over ``process_group``."""
+        """``route``: how it is gathered; default: exactly, over ``process_group``.
+
+        ``offloaded_from``: the device the block is gathered on, where ``shard`` lies in host memory instead.
+        """
+        self.offloaded = offloaded_from is not None
+        self.device = offloaded_from if offloaded_from is not None else shard.device
         self.places = list(places)
         self.shard = shard.data  # a version counter of its own, not that of all blocks of an optimizer group
         self.process_group, self.rank, self.world = process_group, rank, world
@@ -130,7 +136,7 @@ class ParamBlock:
         for place, guard in zip(self.places, self._guards, strict=True):
             param: Any = place.param
             increment_version(param)
-            param.data = placeholder(place.shape, self.shard)
+            param.data = placeholder(place.shape, self.shard.dtype, self.device)
             param.__class__ = guard
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
@@ -140,7 +146,7 @@ class ParamBlock:
         assert self.full is None, "a block is gathered once at a time"
         self.take_stray()
         self.stray = None
-        full = torch.empty(self.numel, dtype=self.shard.dtype, device=self.shard.device)
+        full = torch.empty(self.numel, dtype=self.shard.dtype, device=self.device)
         self.full = full
         near = self.secondary
         if near is not None and near.holds(self.generation) and not (exact and near.rounded):
@@ -154,8 +160,11 @@ class ParamBlock:
         assert self.full is not None
         self.rounded = not exact and self.route.rounds(self.shard.dtype)
         self._gathered_version = self.shard._version
+        near = self.shard
+        if self.offloaded:
+            near = torch.empty_like(near, device=self.device).copy_(near, non_blocking=True)
         return self.route.gather(
-            self.full, self.shard, exact=exact, what=self.explain, async_op=async_op, key=self.index + 1
+            self.full, near, exact=exact, what=self.explain, async_op=async_op, key=self.index + 1
         )
 
     @apart
@@ -272,8 +281,9 @@ class ParamBlock:
 
         An edit is seen by the version counter or, when ``param.data`` was assigned, by its address. Writes into
         ``param.data`` move neither: a shard that was not written to itself takes all of its elements as they are, and
-        only masters of another dtype do not notice, as at stages 0 to 2. Every rank is taken to have made the same
-        edit, as in data-parallel training without sharding.
+        only masters of another dtype do not notice, as at stages 0 to 2 (not a shard in host memory, which would cost
+        a copy over the bus each time). Every rank is taken to have made the same edit, as in data-parallel training
+        without sharding.
         """
         self.take_stray()
         if not self.bound:
@@ -289,7 +299,7 @@ class ParamBlock:
             self.take_back(position)
             changed.add(position)
         self.written(changed)
-        if not self.rounded and self.shard._version == self._gathered_version:
+        if not self.rounded and not self.offloaded and self.shard._version == self._gathered_version:
             self.shard.copy_(self.full.narrow(0, self.rank * self.shard.numel(), self.shard.numel()))
             self._gathered_version = self.shard._version
         return changed
@@ -424,7 +434,7 @@ class ParamBlock:
         if self.bound:  # else their views would keep the full buffer
             for place in self.places:
                 if id(place.param) in gone:
-                    place.param.data = placeholder(place.shape, self.shard)
+                    place.param.data = placeholder(place.shape, self.shard.dtype, self.device)
         self.places = [self.places[position] for position in kept]
         self._classes = [self._classes[position] for position in kept]
         self._guards = [self._guards[position] for position in kept]

@@ -40,11 +40,14 @@ class Placement:
     axis: str = "zero"
 
     @classmethod
-    def for_stage(cls, stage: int, axis_size: int, axis: str = "zero") -> Placement:
-        """The row of ``stage`` on an axis of ``axis_size`` ranks. Raises ValueError for a stage without a row."""
+    def for_stage(cls, stage: int, axis_size: int, axis: str = "zero", *, offload: bool = False) -> Placement:
+        """The row of ``stage`` on an axis of ``axis_size`` ranks. Raises ValueError for a stage without a row.
+
+        ``offload``: parameters live off the device, so that one rank alone has to fetch and release them, too.
+        """
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_optimization.stage: no placement for stage {stage}; stages are 0, 1, 2 and 3")
-        split = Spread.SHARDED if axis_size > 1 else Spread.REPLICATED
+        split = Spread.SHARDED if axis_size > 1 or (offload and stage >= 3) else Spread.REPLICATED
         return cls(
             parameter=split if stage >= 3 else Spread.REPLICATED,
             gradient=split if stage >= 2 else Spread.REPLICATED,

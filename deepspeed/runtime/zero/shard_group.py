@@ -87,7 +87,7 @@ class ShardGroup:
         self.dtype = self.params[0].dtype
         self.device = self.params[0].device
         self.rank, self.world = spec.rank, spec.world
-        self.sharded = spec.world > 1
+        self.sharded = spec.world > 1 or sharding is not None
         self.master_dtype, self.accum_dtype, self.comm_dtype = spec.master_dtype, spec.accum_dtype, spec.comm_dtype
         self.host = spec.host
         self.offloaded = spec.host is not None
@@ -98,6 +98,7 @@ class ShardGroup:
         self.result_dtype = self.accum_dtype if self.comm_dtype == self.accum_dtype else self.dtype
         self.flat: torch.Tensor | None = None  # 1D, all parameters
         self.shard: torch.Tensor | None = None  # 1D, this rank's part of sharded parameters
+        self.model_on_host = False  # ``shard`` lies in host memory
         self.blocks: list[ParamBlock] = []  # of sharded parameters, one per segment
         # The gradient shard in accum dtype, a 1D piece per segment, made when that segment is first reduced: by then
         # the full gradients of its bucket are gone.
@@ -138,7 +139,12 @@ class ShardGroup:
     @torch.no_grad()
     def _shard(self, sharding: ShardedModule) -> None:
         """Keep this rank's elements of every parameter and let go of the rest, block by block."""
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+        numel = self.layout.shard_numel
+        if sharding.host is not None:
+            self.shard = sharding.host.zeros(numel, self.dtype, self.device)
+        else:
+            self.shard = torch.zeros(numel, dtype=self.dtype, device=self.device)
+        self.model_on_host = sharding.host is not None
         for segment in self.layout.segments:
             slots = list(self.layout.slots_in(segment))
             places = []

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.group_facts import facts_of
+from deepspeed.runtime.swap_tensor.host_store import HostMemory
 from deepspeed.runtime.zero.block_cut import CutOptions, cut, number_atoms, persistent_params
 from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
 from deepspeed.runtime.zero.hooks import tensors_with_graph
@@ -50,14 +51,16 @@ class ShardedModule:
         route: GatherRoute | None = None,
         frozen_route: GatherRoute | None = None,
         align_numel: int = 1,
+        host: HostMemory | None = None,
     ) -> None:
         """``route``: how blocks are gathered, ``frozen_route``: blocks of frozen parameters alone; default: exactly.
 
-        ``align_numel``: parameters and pieces start at multiples of so many elements.
+        ``align_numel``: parameters and pieces start at multiples of so many elements. ``host``: shards live there.
         """
         self.route = route or GatherRoute(process_group)
         self.frozen_route = frozen_route or self.route
         self.align_numel = align_numel
+        self.host = host
         self.module = module
         self.process_group, self.rank, self.world = process_group, rank, world
         self.names = names
@@ -115,6 +118,7 @@ class ShardedModule:
             world=self.world,
             index=len(self.gatherer.blocks),
             persistent=bool(places) and all(id(place.param) in self.persistent for place in places),
+            offloaded_from=places[0].param.device if self.host is not None and places else None,
             route=self.route if any(place.param.requires_grad for place in places) else self.frozen_route,
         )
         block.hide()

@@ -83,9 +83,9 @@ def guard_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(f"Sharded{cls.__name__}", (ShardedTensor, cls), {"__module__": __name__})
 
 
-def placeholder(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
-    """NaN (0 for integers) in ``shape``, one element of memory, dtype and device of ``like``."""
-    return _placeholder_element(like.dtype, like.device).expand(shape)
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN (0 for integers) in ``shape``, in one element of memory."""
+    return _placeholder_element(dtype, device).expand(shape)
 
 
 @functools.cache
