@@ -45,8 +45,10 @@ _CODE = ("-std=c++17", "-O3", "-fno-math-errno", "-Wall", "-Wextra")
 _FLAGS = (*_CODE, "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # Compiler flags one library needs beside the common ones.
 LIBRARIES: dict[str, tuple[str, ...]] = {
+    "aio": (),
     # Multiplications and additions are fused where the source says so and nowhere else: bits are compared with torch.
     "optimizers": ("-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),
+    "transport": ("-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"),
 }
 """Name -> additional flags, of every library there is."""
 

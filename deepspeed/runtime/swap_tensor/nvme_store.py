@@ -1,0 +1,347 @@
+"""Flat tensors that live in a file and pass through a few host buffers.
+
+Read ahead with `prefetch`, change between `fetch` and `commit`, go on while the file is written: with three buffers the
+reading of the next tensor, the update of this one and the writing of the last one overlap.
+
+Owns: the file, where each key lies in it, the buffers and what each of them is doing. Does not own: transfers
+(`ops/aio/engine.py`), the folder (`swap_folder.py`), which keys there are.
+Invariants: a key is in at most one buffer; a buffer that is read, written or held is given to nobody else; every extent
+starts and ends on a page, so that all transfers go past the page cache; no more than `buffer_count` buffers exist.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from deepspeed.ops.aio.engine import AioEngine, Transfer
+from deepspeed.ops.aio.errors import AioError
+from deepspeed.ops.aio.files import AioFile
+from deepspeed.runtime.swap_tensor.aio_config import AioConfig
+from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
+from deepspeed.utils.host_buffer import HostBuffer, round_up
+
+__all__ = ["NvmeStore"]
+
+
+# Quantized elements mean nothing without a scale, which a flat file does not keep.
+_UNSUPPORTED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+class _State(enum.Enum):
+    FREE = "free"
+    READING = "reading"  # on its way from the file
+    READY = "ready"  # as in the file, nobody has it
+    HELD = "held"  # the caller's
+    WRITING = "writing"  # on its way to the file
+
+
+@dataclass
+class _Entry:
+    """One key."""
+
+    key: str
+    numel: int
+    dtype: torch.dtype
+    offset: int  # in the file
+    written: bool = False  # false: it is all zeros, and nothing of it is in the file
+    failure: AioError | None = None  # what is in the file is undefined
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass
+class _Buffer:
+    pinned: bool
+    memory: HostBuffer = field(init=False)
+    state: _State = _State.FREE
+    entry: _Entry | None = None
+    transfer: Transfer | None = None
+
+    def __post_init__(self) -> None:
+        self.memory = HostBuffer(for_device=self.pinned)
+
+    def pages(self, entry: _Entry, nbytes: int) -> torch.Tensor:
+        """Whole pages, as they lie in the file.  # 1D uint8"""
+        return self.memory.room(nbytes)[: round_up(entry.nbytes)]
+
+    def tensor(self, nbytes: int) -> torch.Tensor:
+        """The elements of the key that is in it.  # 1D (numel,)"""
+        assert self.entry is not None
+        return self.memory.room(nbytes)[: self.entry.nbytes].view(self.entry.dtype)
+
+
+class NvmeStore:
+    """Flat tensors of one rank in a file of one folder; each key is a 1D tensor of fixed numel and dtype.
+
+    Not for use by two threads at once. Errors of reading and writing are AioError (an OSError) with the file's name,
+    the offset, and the bytes expected and found; those of writes behind are raised by the next call of any method.
+    """
+
+    def __init__(
+        self, folder: Path, *, rank: int, aio: AioConfig, pin: bool, buffer_count: int, buffer_nbytes: int
+    ) -> None:
+        """``folder`` is made if it is missing; the files lie in a folder of this process below it.
+
+        Host memory is at most ``buffer_count`` × ``buffer_nbytes`` (rounded up to pages), taken as buffers are needed.
+        ``pin``: page-lock it for the accelerator.
+
+        Raises AioError: the folder cannot be made or written. ValueError: no buffers, or GPUDirect asked for.
+        """
+        if buffer_count < 1 or buffer_nbytes < 1:
+            raise ValueError(
+                f"NvmeStore: expected buffer_count and buffer_nbytes >= 1, found {buffer_count} and {buffer_nbytes}"
+            )
+        self.buffer_nbytes = round_up(buffer_nbytes)
+        self._folder = SwapFolder(Path(folder), rank)
+        self._file = AioFile(self._folder.path / f"rank{rank}.swap", write=True, create=True)
+        self._engine = AioEngine(
+            aio.block_size,
+            aio.queue_depth,
+            aio.intra_op_parallelism,
+            single_submit=aio.single_submit,
+            overlap_events=aio.overlap_events,
+        )
+        self._entries: dict[str, _Entry] = {}
+        self._end = 0
+        self._buffers = [_Buffer(pin) for _ in range(buffer_count)]
+        self._at: dict[str, _Buffer] = {}  # buffers that are not free, by key
+        self._failed: list[AioError] = []
+        self._finalizer = weakref.finalize(self, _close, self._engine, self._file, self._folder, os.getpid())
+
+    # ---- what callers ask
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self._file.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file that are given to keys."""
+        return self._end
+
+    @property
+    def engine_name(self) -> str:
+        """How the file is accessed: uring, threads or python."""
+        return self._engine.name
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache."""
+        return self._file.direct >= 0
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def create(self, key: str, numel: int, dtype: torch.dtype, initial: torch.Tensor | None = None) -> None:
+        """Make room in the file for a key, and start writing ``initial`` (any shape of numel elements, device and
+        strides; converted to dtype) there. Without it the key is zeros, of which nothing is written before `commit`.
+
+        Raises AioError: ENOSPC, with bytes needed and free, and nothing has changed. ValueError: a key that exists, a
+        size no buffer holds, an initial tensor of another size, a quantized dtype.
+        """
+        self._raise_failures()
+        if not isinstance(dtype, torch.dtype) or dtype in _UNSUPPORTED:
+            raise ValueError(f"{key!r}: expected a dtype with plain elements (such as torch.float32), found {dtype!r}")
+        entry = _Entry(key, int(numel), dtype, self._end)
+        self._check_new(entry, initial)
+        length = round_up(entry.nbytes)
+        if length:
+            self._file.reserve(entry.offset, length, extend=True)
+        self._end += length
+        self._entries[key] = entry
+        if initial is not None and numel:
+            buffer = self._free_buffer(entry)
+            self._take(buffer, entry, _State.HELD)
+            buffer.tensor(self.buffer_nbytes).view(initial.shape).copy_(initial.detach())
+            self.commit(key)
+
+    def prefetch(self, key: str) -> None:
+        """Start reading a key into a buffer, if one is free and the key is in none."""
+        self._raise_failures()
+        entry = self._entry(key)
+        if key in self._at or entry.failure is not None:
+            return
+        self._reap()
+        buffer = next((buffer for buffer in self._buffers if buffer.state is _State.FREE), None)
+        if buffer is not None:
+            self._start_reading(buffer, entry)
+
+    def fetch(self, key: str) -> torch.Tensor:
+        """The values of a key, in a buffer that is the caller's until `commit` or `drop`.  # 1D (numel,), host
+
+        Waits for the read, and for a buffer when all are being written. Raises AioError; RuntimeError when the caller
+        holds all buffers (states the buffer_count needed) or this key.
+        """
+        self._raise_failures()
+        entry = self._entry(key)
+        buffer = self._at.get(key)
+        if buffer is not None and buffer.state is _State.HELD:
+            raise RuntimeError(f"{key!r} was fetched already; commit or drop it before the next fetch")
+        if buffer is not None and buffer.state is _State.WRITING:
+            self._end_transfer(buffer)  # the values stay in the buffer
+            self._raise_failures()
+        if entry.failure is not None:
+            raise entry.failure
+        if buffer is None:
+            buffer = self._free_buffer(entry)
+            self._start_reading(buffer, entry)
+        if buffer.state is _State.READING:
+            self._end_transfer(buffer)
+            self._raise_failures()
+        buffer.state = _State.HELD
+        return buffer.tensor(self.buffer_nbytes)
+
+    def commit(self, key: str) -> None:
+        """Start writing the fetched buffer back; it returns to the pool when that is done."""
+        buffer = self._held(key, "commit")
+        entry = buffer.entry
+        assert entry is not None
+        entry.written = True
+        if not entry.nbytes:
+            self._free(buffer)
+            return
+        pages = buffer.pages(entry, self.buffer_nbytes)
+        buffer.transfer = self._engine.start(True, self._file, pages, entry.offset)
+        buffer.state = _State.WRITING
+        self._raise_failures()
+
+    def drop(self, key: str) -> None:
+        """Give the fetched buffer back unwritten: the file keeps what it has."""
+        self._free(self._held(key, "drop"))
+        self._raise_failures()
+
+    def flush(self) -> None:
+        """All writes are done. Raises AioError: the first that failed since the last call."""
+        for buffer in self._buffers:
+            if buffer.state is _State.WRITING:
+                self._end_transfer(buffer)
+        self._raise_failures()
+
+    def close(self) -> None:
+        """Remove the file with all keys; buffers the caller holds become invalid. A second call does nothing."""
+        self._finalizer()
+        for buffer in self._buffers:
+            buffer.state, buffer.entry, buffer.transfer = _State.FREE, None, None
+            buffer.memory.release()
+        self._at.clear()
+        self._entries.clear()
+
+    # ---- checks
+
+    def _entry(self, key: str) -> _Entry:
+        if not self._finalizer.alive:
+            raise RuntimeError(f"the store is closed; {key!r} is gone with its file")
+        try:
+            return self._entries[key]
+        except KeyError:
+            raise KeyError(f"no key {key!r} in {self._file.path}; `create` makes one") from None
+
+    def _check_new(self, entry: _Entry, initial: torch.Tensor | None) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError(f"the store is closed; {entry.key!r} cannot be created")
+        if entry.key in self._entries:
+            raise ValueError(f"key {entry.key!r} exists already; each is created once")
+        if entry.numel < 0:
+            raise ValueError(f"{entry.key!r}: expected numel >= 0, found {entry.numel}")
+        if round_up(entry.nbytes) > self.buffer_nbytes:
+            raise ValueError(
+                f"{entry.key!r}: {entry.numel:,} elements of {entry.dtype} are {round_up(entry.nbytes):,} bytes in "
+                f"pages, a buffer has {self.buffer_nbytes:,}; raise the buffer size to at least "
+                f"{round_up(entry.nbytes):,} bytes ({round_up(entry.nbytes) // entry.dtype.itemsize:,} elements), or "
+                f"make the parts smaller (zero_optimization.sub_group_size)"
+            )
+        if initial is not None and initial.numel() != entry.numel:
+            raise ValueError(f"{entry.key!r}: expected {entry.numel} initial elements, found {initial.numel()}")
+
+    def _held(self, key: str, what: str) -> _Buffer:
+        self._entry(key)
+        buffer = self._at.get(key)
+        if buffer is None or buffer.state is not _State.HELD:
+            raise RuntimeError(f"{what} of {key!r}, which is not fetched")
+        return buffer
+
+    def _raise_failures(self) -> None:
+        if self._failed:
+            failures, self._failed = self._failed, []
+            raise failures[0]
+
+    # ---- buffers
+
+    def _take(self, buffer: _Buffer, entry: _Entry, state: _State) -> None:
+        buffer.state, buffer.entry = state, entry
+        self._at[entry.key] = buffer
+
+    def _free(self, buffer: _Buffer) -> None:
+        assert buffer.entry is not None
+        del self._at[buffer.entry.key]
+        buffer.state, buffer.entry, buffer.transfer = _State.FREE, None, None
+
+    def _start_reading(self, buffer: _Buffer, entry: _Entry) -> None:
+        if not entry.written or not entry.nbytes:
+            self._take(buffer, entry, _State.READY)
+            buffer.tensor(self.buffer_nbytes).zero_()
+            return
+        pages = buffer.pages(entry, self.buffer_nbytes)
+        buffer.transfer = self._engine.start(False, self._file, pages, entry.offset)
+        self._take(buffer, entry, _State.READING)
+
+    def _end_transfer(self, buffer: _Buffer) -> None:
+        """Wait; a read or written buffer is then READY, one whose transfer failed is free and its key is lost."""
+        assert buffer.transfer is not None
+        assert buffer.entry is not None
+        entry, wrote = buffer.entry, buffer.state is _State.WRITING
+        try:
+            buffer.transfer.wait()
+        except AioError as problem:
+            failure = AioError(problem.errno, f"{entry.key!r}: {problem.strerror}", problem.filename)
+            if wrote:
+                entry.failure = failure
+            self._failed.append(failure)
+            self._free(buffer)
+            return
+        buffer.transfer = None
+        buffer.state = _State.READY
+
+    def _reap(self) -> None:
+        """Buffers whose write is over are free again."""
+        for buffer in self._buffers:
+            if buffer.state is _State.WRITING and buffer.transfer is not None and buffer.transfer.done():
+                self._end_transfer(buffer)
+                if buffer.entry is not None:
+                    self._free(buffer)
+
+    def _free_buffer(self, wanted: _Entry) -> _Buffer:
+        """A free buffer: waits for a write, else gives up what was read ahead."""
+        self._reap()
+        order = (_State.FREE, _State.WRITING, _State.READY, _State.READING)
+        for state in order:
+            for buffer in self._buffers:
+                if buffer.state is not state:
+                    continue
+                if buffer.transfer is not None:
+                    self._end_transfer(buffer)
+                if buffer.entry is not None:
+                    self._free(buffer)
+                self._raise_failures()
+                return buffer
+        held = ", ".join(repr(key) for key in self._at)
+        raise RuntimeError(
+            f"no buffer for {wanted.key!r}: all {len(self._buffers)} are held ({held[:200]}); commit or drop one, or "
+            f"set buffer_count to at least {len(self._buffers) + 1}"
+        )
+
+
+def _close(engine: AioEngine, file: AioFile, folder: SwapFolder, process: int) -> None:
+    engine.close()
+    if os.getpid() == process:
+        file.close()
+        folder.close()
