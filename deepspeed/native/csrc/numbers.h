@@ -1,30 +1,26 @@
-// Numbers of 32 and 16 bits in memory, as fp32 values.
+// Numbers of 32 and 16 bits in memory, as fp32 values: one at a time (F = float) or a vector of them (F = Vec).
 //
-// Owns: conversion of runs of bf16 and fp16 to and from fp32, rounding to nearest even; a NaN stays a NaN.
-// Invariant: pointers may have any alignment; what is not aligned to its element is copied, never read in place.
+// Owns: bf16 and fp16 to and from fp32, rounding to nearest even; a NaN stays a NaN.
+// Invariant: addresses may have any alignment; memory is read and written by copies of bytes, which compilers make one
+// instruction.
 #pragma once
-
-#include <cstdint>
-#include <cstring>
 
 #include "vectors.h"
 
-// One copy of each kernel: they are called per block, and inlining them everywhere would make compiling slow.
-#define ONE_COPY __attribute__((noinline))
-
 namespace numbers {
+
+using vectors::Bits;
+using vectors::Halves;
+using vectors::LANES;
+using vectors::SignedHalves;
+using vectors::Vec;
+using vectors::load;
+using vectors::store;
 
 // The codes of the Python side (deepspeed/ops/native_kernels.py).
 enum Kind : int { NONE = 0, F32 = 1, BF16 = 2, F16 = 3 };
 
-using vectors::load;
-using vectors::store;
-typedef float EightFloats __attribute__((vector_size(32)));
-typedef short EightHalves __attribute__((vector_size(16)));
-
-inline int64_t width(int kind) { return kind == F32 ? 4 : 2; }
-
-inline bool is_aligned(const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; }
+constexpr int64_t width(int kind) { return kind == F32 ? 4 : 2; }
 
 inline uint32_t bits_of(float value) {
   uint32_t bits;
@@ -38,28 +34,40 @@ inline float value_of(uint32_t bits) {
   return value;
 }
 
-ONE_COPY inline void bf16_to_f32(const uint16_t* __restrict from, float* __restrict to, int64_t count) {
-  uint32_t* __restrict bits = reinterpret_cast<uint32_t*>(to);
-  for (int64_t i = 0; i < count; ++i) bits[i] = uint32_t(from[i]) << 16;
-}
+// ---- bf16: the upper half of an fp32 number
 
-inline uint16_t bf16_of(uint32_t bits) {
+inline uint16_t bf16_of(float value) {
+  const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  return uint16_t(value != value ? 0x7fc0u : rounded);
 }
 
-ONE_COPY inline void f32_to_bf16(const float* __restrict from, uint16_t* __restrict to, int64_t count) {
-  const uint32_t* __restrict bits = reinterpret_cast<const uint32_t*>(from);
-  for (int64_t i = 0; i < count; ++i) to[i] = bf16_of(bits[i]);
+// The upper halves of the results, in the lower half of each element.
+inline Bits bf16_bits(Vec value) {
+  const Bits bits = (Bits)value;
+  const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Bits not_a_number = Bits{} + 0x7fc0u;
+  return value != value ? not_a_number : rounded;
 }
 
-inline float f16_value(uint16_t half) {
+inline Halves bf16_of(Vec value) { return __builtin_convertvector(bf16_bits(value), Halves); }
+
+inline float from_bf16(uint16_t half) { return value_of(uint32_t(half) << 16); }
+
+inline Vec from_bf16(Halves halves) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
+  return (Vec)((Bits)__builtin_ia32_pmovzxwd256((SignedHalves)halves) << 16);  // GCC 12 makes four instructions of it
+#else
+  return (Vec)(__builtin_convertvector(halves, Bits) << 16);
+#endif
+}
+
+// ---- fp16
+
+inline float from_f16(uint16_t half) {
   const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 0x3ffu;
   if (exponent == 31u) return value_of(sign | 0x7f800000u | (fraction ? 0x400000u | fraction << 13 : 0u));
-  if (exponent == 0u) {
-    const float magnitude = float(fraction) * 0x1p-24f;
-    return value_of(sign | bits_of(magnitude));
-  }
+  if (exponent == 0u) return value_of(sign | bits_of(float(fraction) * 0x1p-24f));
   return value_of(sign | (exponent + 112u) << 23 | fraction << 13);
 }
 
@@ -67,68 +75,94 @@ inline uint16_t f16_of(float value) {
   const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
   if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and more round to infinity
-  if (magnitude < 0x38800000u) {  // below 2^-14: adding 1/2 leaves the 2^-24 grid in the low bits, rounded
+  if (magnitude < 0x38800000u)  // below 2^-14: adding 1/2 leaves the multiple of 2^-24 in the low bits, rounded
     return uint16_t(sign | (bits_of(value_of(magnitude) + 0.5f) - 0x3f000000u));
-  }
   const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return uint16_t(sign | ((rounded >> 13) - (112u << 10)));
 }
 
-ONE_COPY inline void f16_to_f32(const uint16_t* __restrict from, float* __restrict to, int64_t count) {
-  int64_t i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= count; i += 8)
-    store(to + i, __builtin_ia32_vcvtph2ps256(load<EightHalves>(from + i)));
+inline Vec from_f16(Halves halves) {
+#if defined(__AVX512F__)
+  return __builtin_ia32_vcvtph2ps512_mask((SignedHalves)halves, Vec{}, -1, 4);
+#elif defined(__F16C__)
+  return __builtin_ia32_vcvtph2ps256((SignedHalves)halves);
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-  for (; i + 4 <= count; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))));
+  return vcvt_f32_f16(vreinterpret_f16_u16(halves));
+#else
+  Vec value;
+  for (int64_t k = 0; k < LANES; ++k) value[k] = from_f16(halves[k]);
+  return value;
 #endif
-  for (; i < count; ++i) to[i] = f16_value(from[i]);
 }
 
-ONE_COPY inline void f32_to_f16(const float* __restrict from, uint16_t* __restrict to, int64_t count) {
-  int64_t i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= count; i += 8)
-    store(to + i, __builtin_ia32_vcvtps2ph256(load<EightFloats>(from + i), 8));  // 8: to nearest even, no exceptions
+inline Halves f16_of(Vec value) {
+  // 8: to nearest even, whatever the control word says, without exceptions.
+#if defined(__AVX512F__)
+  return (Halves)__builtin_ia32_vcvtps2ph512_mask(value, 8, SignedHalves{}, -1);
+#elif defined(__F16C__)
+  return (Halves)__builtin_ia32_vcvtps2ph256(value, 8);
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-  for (; i + 4 <= count; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
+  return vreinterpret_u16_f16(vcvt_f16_f32(value));
+#else
+  Halves halves;
+  for (int64_t k = 0; k < LANES; ++k) halves[k] = f16_of(value[k]);
+  return halves;
 #endif
-  for (; i < count; ++i) to[i] = f16_of(from[i]);
 }
 
-constexpr int64_t BLOCK = 1024;  // elements; the fp32 scratch of a block is 4 KiB per tensor and stays in the first cache
+// ---- memory
 
-// `count` (at most BLOCK) elements at `from` as fp32: in place where that is possible, else in `scratch`.
-ONE_COPY inline float* read_block(const void* from, int kind, int64_t count, float* scratch) {
-  if (kind == F32) {
-    if (is_aligned(from, 4)) return static_cast<float*>(const_cast<void*>(from));
-    std::memcpy(scratch, from, size_t(count) * 4);
-    return scratch;
-  }
-  alignas(64) uint16_t copied[BLOCK];
-  const uint16_t* halves = static_cast<const uint16_t*>(from);
-  if (!is_aligned(from, 2)) {
-    std::memcpy(copied, from, size_t(count) * 2);
-    halves = copied;
-  }
-  if (kind == BF16) bf16_to_f32(halves, scratch, count);
-  else f16_to_f32(halves, scratch, count);
-  return scratch;
+template <class F>
+struct Packed {
+  using Type = uint16_t;
+};
+template <>
+struct Packed<Vec> {
+  using Type = Halves;
+};
+
+template <class F>
+constexpr int64_t count_of() {
+  return int64_t(sizeof(F) / sizeof(float));
 }
 
-// Put `count` fp32 values where `read_block` took them from; nothing to do when they were worked on in place.
-ONE_COPY inline void write_block(const float* values, void* to, int kind, int64_t count) {
-  if (values == to) return;
-  if (kind == F32) {
-    std::memcpy(to, values, size_t(count) * 4);
-    return;
+// The numbers of kind KIND that begin at element `i` of `base`.
+template <int KIND, class F>
+inline F fetch(const char* base, int64_t i) {
+  using Half = typename Packed<F>::Type;
+  if constexpr (KIND == F32) return load<F>(base + 4 * i);
+  else if constexpr (KIND == BF16) return from_bf16(load<Half>(base + 2 * i));
+  else return from_f16(load<Half>(base + 2 * i));
+}
+
+template <int KIND, class F>
+inline void put(char* base, int64_t i, F value) {
+  if constexpr (KIND == F32) store(base + 4 * i, value);
+  else if constexpr (KIND == BF16) store(base + 2 * i, bf16_of(value));
+  else if constexpr (KIND == F16) store(base + 2 * i, f16_of(value));
+}
+
+template <int FROM, int TO>
+__attribute__((noinline)) void convert_run(const char* from, char* to, int64_t count, float scale) {
+  int64_t i = 0;
+  const Vec factor = Vec{} + scale;
+  for (; i + LANES <= count; i += LANES) put<TO, Vec>(to, i, fetch<FROM, Vec>(from, i) * factor);
+  for (; i < count; ++i) put<TO, float>(to, i, fetch<FROM, float>(from, i) * scale);
+}
+
+// to[i] = scale * from[i], rounded to the kind of `to`.
+inline void convert(const char* from, int from_kind, char* to, int to_kind, int64_t count, float scale) {
+  switch (from_kind * 4 + to_kind) {
+    case F32 * 4 + F32: return convert_run<F32, F32>(from, to, count, scale);
+    case F32 * 4 + BF16: return convert_run<F32, BF16>(from, to, count, scale);
+    case F32 * 4 + F16: return convert_run<F32, F16>(from, to, count, scale);
+    case BF16 * 4 + F32: return convert_run<BF16, F32>(from, to, count, scale);
+    case BF16 * 4 + BF16: return convert_run<BF16, BF16>(from, to, count, scale);
+    case BF16 * 4 + F16: return convert_run<BF16, F16>(from, to, count, scale);
+    case F16 * 4 + F32: return convert_run<F16, F32>(from, to, count, scale);
+    case F16 * 4 + BF16: return convert_run<F16, BF16>(from, to, count, scale);
+    default: return convert_run<F16, F16>(from, to, count, scale);
   }
-  alignas(64) uint16_t copied[BLOCK];
-  const bool direct = is_aligned(to, 2);
-  uint16_t* halves = direct ? static_cast<uint16_t*>(to) : copied;
-  if (kind == BF16) f32_to_bf16(values, halves, count);
-  else f32_to_f16(values, halves, count);
-  if (!direct) std::memcpy(to, copied, size_t(count) * 2);
 }
 
 }  // namespace numbers

@@ -1,14 +1,15 @@
-// The arithmetic of the optimizers on runs of fp32 values.
+// The arithmetic of the optimizers.
 //
-// Owns: Adam, Adagrad and Lion, element by element. Does not own: dtypes, threads, which tensors.
+// Owns: Adam, Adagrad and Lion: what happens to one element, or to a vector of them, in fp32. Does not own: memory,
+// dtypes, threads (runs.h, optimizers.cpp).
 // Invariant: same operations in the same order as torch's fused kernels (and torch's foreach operations for Lion), so
 // that fp32 results are equal bit by bit where torch was compiled for the same instruction set. Those kernels treat the
 // last elements of a tensor that do not fill a vector with another order of operations; F = float does the same.
 // Compiled with -ffp-contract=off: a multiplication and an addition are one operation only where it is written so.
 //
-// A rule is made from eight doubles (the order is that of the Python classes) and has `apply<F>(param, grad, state,
-// count)`, where F is Vec and count a multiple of LANES, or F is float. One copy of each loop: they are called per
-// block, and inlining them everywhere would make compiling slow.
+// A rule holds the numbers of a step, made from eight doubles (the order is that of the Python classes). Step<F, FORM>
+// is one form of it in registers: `operator()(param, grad, states)`. Forms are compiled on their own where they are
+// common; GENERAL decides at run time and serves the others, and all tails.
 #pragma once
 
 #include "vectors.h"
@@ -17,9 +18,14 @@ namespace rules {
 
 using namespace vectors;
 
+constexpr int GENERAL = -1;
+
 template <class F>
-constexpr int64_t step_of() {
-  return int64_t(sizeof(F) / sizeof(float));
+constexpr bool is_vector = sizeof(F) > sizeof(float);
+
+template <class F>
+inline F all(float value) {
+  return F{} + value;
 }
 
 // torch's lerp: start + weight * (end - start), taken from the nearer end.
@@ -33,23 +39,43 @@ struct Weight {
   }
 };
 
-template <bool SMALL, class F>
-inline F lerp(F start, F end, F coefficient) {
-  return multiply_add(coefficient, end - start, SMALL ? start : end);
+template <class F>
+inline F lerp(F start, F end, F coefficient, bool small) {
+  return multiply_add(coefficient, end - start, small ? start : end);
 }
 
+// Correctly rounded division of a square root by a constant b, 0 < b <= 1, in four operations beside the divider.
+// With y = 1/b rounded and y + z closer to it, a * y + (a * z) is within one unit in the last place of a / b; then the
+// remainder a - q * b is exact, and q + remainder * y is a / b rounded (Markstein, "Computation of elementary functions
+// on the IBM RISC System/6000 processor", 1990, theorem 8). Square roots are 0 or between 2^-75 and 2^64, so nothing
+// here is subnormal or overflows; infinity and NaN are their own quotients.
 template <class F>
-inline F all(float value) {
-  return F{} + value;
-}
+struct Divisor {
+  F b, y, z;
+  explicit Divisor(float divisor) {
+    const double exact = 1.0 / double(divisor);
+    b = all<F>(divisor);
+    y = all<F>(float(exact));
+    z = all<F>(float(exact - double(float(exact))));
+  }
+  inline F under(F a) const {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    const F near = multiply_add(a, y, a * z);
+    const F exact = multiply_add(multiply_add(-near, b, a), y, near);
+    return a < all<F>(__builtin_inff()) ? exact : a;
+#else
+    return a / b;
+#endif
+  }
+};
 
 struct Adam {
-  static constexpr int DECOUPLED = 1, AMSGRAD = 2;  // flags
-  static constexpr int NO_DECAY = 0, L2 = 1, SHRINK = 2;
+  static constexpr int DECOUPLED = 1, AMSGRAD = 2;        // flags
+  static constexpr int NO_DECAY = 0, L2 = 1, SHRINK = 2;  // forms
 
   Weight average;
   float minus_step_size, beta2, one_minus_beta2, eps, decay, bias2_sqrt;
-  int form;
+  int decay_form, form, states;
   bool amsgrad;
 
   explicit Adam(const double* n) : average(1.0 - n[1]) {
@@ -60,114 +86,120 @@ struct Adam {
     one_minus_beta2 = float(1.0 - n[2]);
     eps = float(n[3]);
     bias2_sqrt = float(n[6]);
-    form = weight_decay == 0.0 ? NO_DECAY : flags & DECOUPLED ? SHRINK : L2;
-    decay = form == SHRINK ? float(1.0 - lr * weight_decay) : float(weight_decay);
+    decay_form = weight_decay == 0.0 ? NO_DECAY : flags & DECOUPLED ? SHRINK : L2;
+    decay = decay_form == SHRINK ? float(1.0 - lr * weight_decay) : float(weight_decay);
     amsgrad = flags & AMSGRAD;
+    states = amsgrad ? 3 : 2;
+    form = amsgrad || !average.small ? GENERAL : decay_form;
   }
 
-  int states() const { return amsgrad ? 3 : 2; }
+  template <class F, int FORM>
+  struct Step {
+    static constexpr bool last_is_optional = FORM == GENERAL;
+    static constexpr int states = last_is_optional ? 3 : 2;
+    F weight, b2, c2, e, s, d;
+    Divisor<F> bias;
+    int decay_form;
+    bool small, amsgrad;
 
-  template <class F, int FORM, bool WITH_MAXIMUM, bool SMALL>
-  __attribute__((noinline)) void loop(float* p, const float* grad, float* m, float* v, float* most,
-                                      int64_t count) const {
-    constexpr bool tail = step_of<F>() == 1;
-    const F weight = all<F>(average.coefficient), b2 = all<F>(beta2), c2 = all<F>(one_minus_beta2);
-    const F e = all<F>(eps), s = all<F>(minus_step_size), bias = all<F>(bias2_sqrt), d = all<F>(decay);
-    for (int64_t i = 0; i < count; i += step_of<F>()) {
-      F g = load<F>(grad + i), w = load<F>(p + i);
-      const F before = load<F>(v + i);
-      if (FORM == L2) g = multiply_add(w, d, g);
-      if (FORM == SHRINK) w = w * d;
-      const F mean = lerp<SMALL>(load<F>(m + i), g, weight);
-      F square = tail ? multiply_add(b2, before, c2 * g * g) : multiply_add(c2 * g, g, b2 * before);
-      store(m + i, mean);
-      store(v + i, square);
-      if (WITH_MAXIMUM) {
-        const F maximum = load<F>(most + i);
+    explicit Step(const Adam& a)
+        : weight(all<F>(a.average.coefficient)), b2(all<F>(a.beta2)), c2(all<F>(a.one_minus_beta2)), e(all<F>(a.eps)),
+          s(all<F>(a.minus_step_size)), d(all<F>(a.decay)), bias(a.bias2_sqrt), decay_form(a.decay_form),
+          small(a.average.small), amsgrad(a.amsgrad) {}
+
+    inline void operator()(F& param, F grad, F* state) const {
+      const int form = FORM == GENERAL ? decay_form : FORM;
+      F g = grad, w = param;
+      if (form == L2) g = multiply_add(w, d, g);
+      if (form == SHRINK) w = w * d;
+      const F mean = lerp(state[0], g, weight, FORM == GENERAL ? small : true), before = state[1];
+      F square = is_vector<F> ? multiply_add(c2 * g, g, b2 * before) : multiply_add(b2, before, c2 * g * g);
+      state[0] = mean;
+      state[1] = square;
+      if constexpr (FORM == GENERAL) {
         // The vector form keeps a NaN of either side, the scalar form that of the maximum alone.
-        const F larger = maximum < square ? square : maximum;
-        square = tail ? larger : square != square ? square : larger;
-        store(most + i, square);
+        const F larger = state[2] < square ? square : state[2];
+        const F most = !is_vector<F> ? larger : square != square ? square : larger;
+        square = amsgrad ? most : square;
+        state[2] = most;
       }
-      store(p + i, w + s * mean / (square_root(square) / bias + e));
+      param = w + s * mean / (bias.under(square_root(square)) + e);
     }
-  }
+  };
 
-  template <class F, int FORM, bool WITH_MAXIMUM>
-  void pick(float* p, const float* g, float* const* state, int64_t count) const {
-    if (average.small) loop<F, FORM, WITH_MAXIMUM, true>(p, g, state[0], state[1], state[2], count);
-    else loop<F, FORM, WITH_MAXIMUM, false>(p, g, state[0], state[1], state[2], count);
-  }
-
-  template <class F>
-  void apply(float* p, const float* g, float* const* state, int64_t count) const {
-    switch (form * 2 + amsgrad) {
-      case NO_DECAY * 2: return pick<F, NO_DECAY, false>(p, g, state, count);
-      case NO_DECAY * 2 + 1: return pick<F, NO_DECAY, true>(p, g, state, count);
-      case L2 * 2: return pick<F, L2, false>(p, g, state, count);
-      case L2 * 2 + 1: return pick<F, L2, true>(p, g, state, count);
-      case SHRINK * 2: return pick<F, SHRINK, false>(p, g, state, count);
-      default: return pick<F, SHRINK, true>(p, g, state, count);
-    }
+  template <class Visit>
+  void with_form(Visit visit) const {
+    if (form == NO_DECAY) visit.template of<NO_DECAY>();
+    else if (form == L2) visit.template of<L2>();
+    else if (form == SHRINK) visit.template of<SHRINK>();
   }
 };
 
 struct Adagrad {
+  static constexpr int NO_DECAY = 0, DECAY = 1;  // forms
+  static constexpr int states = 1;
   float rate, eps, decay;
+  int form;
 
-  explicit Adagrad(const double* n) : rate(float(n[0])), eps(float(n[1])), decay(float(n[2])) {}
+  explicit Adagrad(const double* n)
+      : rate(float(n[0])), eps(float(n[1])), decay(float(n[2])), form(n[2] != 0.0 ? DECAY : NO_DECAY) {}
 
-  int states() const { return 1; }
+  template <class F, int FORM>
+  struct Step {
+    static constexpr bool last_is_optional = false;
+    static constexpr int states = 1;
+    F r, e, d;
+    int form;
 
-  template <class F, bool DECAYS>
-  __attribute__((noinline)) void loop(float* p, const float* grad, float* sum, int64_t count) const {
-    const F r = all<F>(rate), e = all<F>(eps), d = all<F>(decay);
-    for (int64_t i = 0; i < count; i += step_of<F>()) {
-      const F w = load<F>(p + i);
-      F g = load<F>(grad + i);
-      if (DECAYS) g = multiply_add(w, d, g);
-      const F squares = multiply_add(g, g, load<F>(sum + i));
-      store(sum + i, squares);
-      store(p + i, w - r * g / (square_root(squares) + e));
+    explicit Step(const Adagrad& a) : r(all<F>(a.rate)), e(all<F>(a.eps)), d(all<F>(a.decay)), form(a.form) {}
+
+    inline void operator()(F& param, F grad, F* state) const {
+      const F g = (FORM == GENERAL ? form : FORM) == DECAY ? multiply_add(param, d, grad) : grad;
+      state[0] = multiply_add(g, g, state[0]);
+      param = param - r * g / (square_root(state[0]) + e);
     }
-  }
+  };
 
-  template <class F>
-  void apply(float* p, const float* g, float* const* state, int64_t count) const {
-    if (decay != 0.0f) loop<F, true>(p, g, state[0], count);
-    else loop<F, false>(p, g, state[0], count);
+  template <class Visit>
+  void with_form(Visit visit) const {
+    if (form == DECAY) visit.template of<DECAY>();
+    else visit.template of<NO_DECAY>();
   }
 };
 
 struct Lion {
+  static constexpr int COMMON = 0;  // form: both weights below one half
+  static constexpr int states = 1;
   Weight direction, momentum;
   float rate, kept;
+  int form;
 
   explicit Lion(const double* n)
-      : direction(1.0 - n[1]), momentum(1.0 - n[2]), rate(float(n[0])), kept(float(1.0 - n[0] * n[3])) {}
+      : direction(1.0 - n[1]), momentum(1.0 - n[2]), rate(float(n[0])), kept(float(1.0 - n[0] * n[3])),
+        form(direction.small && momentum.small ? COMMON : GENERAL) {}
 
-  int states() const { return 1; }
+  template <class F, int FORM>
+  struct Step {
+    static constexpr bool last_is_optional = false;
+    static constexpr int states = 1;
+    F aim, average, r, k;
+    bool small_aim, small_average;
 
-  template <class F, bool SMALL_DIRECTION, bool SMALL_MOMENTUM>
-  __attribute__((noinline)) void loop(float* p, const float* grad, float* m, int64_t count) const {
-    const F aim = all<F>(direction.coefficient), average = all<F>(momentum.coefficient);
-    const F r = all<F>(rate), k = all<F>(kept), none = all<F>(0.0f);
-    for (int64_t i = 0; i < count; i += step_of<F>()) {
-      const F g = load<F>(grad + i), before = load<F>(m + i);
-      const F towards = lerp<SMALL_DIRECTION>(before, g, aim);
+    explicit Step(const Lion& l)
+        : aim(all<F>(l.direction.coefficient)), average(all<F>(l.momentum.coefficient)), r(all<F>(l.rate)),
+          k(all<F>(l.kept)), small_aim(l.direction.small), small_average(l.momentum.small) {}
+
+    inline void operator()(F& param, F grad, F* state) const {
+      const F none = all<F>(0.0f), towards = lerp(state[0], grad, aim, FORM == COMMON || small_aim);
       // The sign of 0 and of NaN is 0. Multiplying by 1 changes nothing, so there is no form without decay.
-      const F step = (towards > none ? r : none) - (towards < none ? r : none);
-      store(p + i, load<F>(p + i) * k - step);
-      store(m + i, lerp<SMALL_MOMENTUM>(before, g, average));
+      param = param * k - ((towards > none ? r : none) - (towards < none ? r : none));
+      state[0] = lerp(state[0], grad, average, FORM == COMMON || small_average);
     }
-  }
+  };
 
-  template <class F>
-  void apply(float* p, const float* g, float* const* state, int64_t count) const {
-    if (direction.small && momentum.small) loop<F, true, true>(p, g, state[0], count);
-    else if (direction.small) loop<F, true, false>(p, g, state[0], count);
-    else if (momentum.small) loop<F, false, true>(p, g, state[0], count);
-    else loop<F, false, false>(p, g, state[0], count);
+  template <class Visit>
+  void with_form(Visit visit) const {
+    if (form == COMMON) visit.template of<COMMON>();
   }
 };
 

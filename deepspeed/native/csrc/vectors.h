@@ -26,6 +26,7 @@ constexpr int64_t LANES = 8;
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef short SignedHalves __attribute__((vector_size(2 * LANES)));  // the type compilers give to packed fp16
 
 template <class V, class T>
 inline V load(const T* from) {
