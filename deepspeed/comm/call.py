@@ -14,6 +14,7 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.group_facts import Group, GroupFacts, facts_of
 from deepspeed.comm.pending import Pending, WaitMode, announce
+from deepspeed.comm.same_host import in_background
 
 
 class LogOptions(TypedDict, total=False):
@@ -93,6 +94,7 @@ def begin(
         works = () if works is None else (works,)
     handle = Handle(works, finish, facts, name, nbytes, mode, log)
     if async_op:
+        in_background(works)
         return handle
     handle.wait()
     return None

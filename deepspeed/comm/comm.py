@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm import collectives, objects
+from deepspeed.comm import collectives, host_calls, objects
 from deepspeed.comm.call import Handle, LogOptions, begin, enter, membership, wait_mode
 from deepspeed.comm.environment import in_aml, in_aws_sm, in_dlts
 from deepspeed.comm.group_facts import Group, GroupFacts
@@ -180,14 +181,24 @@ def _all_reduce(
     if facts is None:
         return None
     torch_op, divide = _reduction(op, facts, tensors[0])
-    works = tuple(torch_dist.all_reduce(tensor, torch_op, group, async_op=True) for tensor in tensors)
+    works: list[Any] = []
+    steps: list[Callable[[], object]] = []
+    for tensor in tensors:
+        through_memory = host_calls.all_reduce(facts, tensor, torch_op)
+        if through_memory is None:
+            works.append(torch_dist.all_reduce(tensor, torch_op, group, async_op=True))
+        else:
+            works.append(through_memory[0])
+            steps += [through_memory[1]] if through_memory[1] is not None else []
+        if divide:
+            steps.append(partial(tensor.div_, facts.size))
 
     def finish() -> None:
-        for tensor in tensors:
-            tensor.div_(facts.size)
+        for step in steps:
+            step()
 
     mode = wait_mode(facts, tensors[0].device)
-    return begin(name, works, facts, mode, nbytes, async_op, log, finish if divide else None)
+    return begin(name, tuple(works), facts, mode, nbytes, async_op, log, finish if steps else None)
 
 
 def broadcast(
@@ -197,8 +208,12 @@ def broadcast(
     facts = enter("broadcast", group, tensor.nbytes, src)
     if facts is None:
         return None
-    work = torch_dist.broadcast(tensor, src, group, async_op=True)
-    return begin("broadcast", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, log)
+    source = src if group is None else torch_dist.get_group_rank(group, src)
+    work, finish = host_calls.broadcast(facts, tensor, source) or (
+        torch_dist.broadcast(tensor, src, group, async_op=True),
+        None,
+    )
+    return begin("broadcast", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, log, finish)
 
 
 def reduce(
@@ -230,9 +245,12 @@ def all_gather(
     facts = enter("all_gather", group)
     if facts is None:
         return None
-    work = torch_dist.all_gather(tensor_list, tensor, group, async_op=True)
+    work, finish = host_calls.all_gather_list(facts, tensor_list, tensor) or (
+        torch_dist.all_gather(tensor_list, tensor, group, async_op=True),
+        None,
+    )
     nbytes = sum(part.nbytes for part in tensor_list)
-    return begin("all_gather", work, facts, wait_mode(facts, tensor.device), nbytes, async_op, log)
+    return begin("all_gather", work, facts, wait_mode(facts, tensor.device), nbytes, async_op, log, finish)
 
 
 def all_gather_into_tensor(
@@ -361,7 +379,9 @@ def _reduce_scatter(
         works, sum_up = collectives.start_reduce_scatter(flat, pieces, group, facts, average=divide)
         return begin(name, works, facts, mode, whole.nbytes, async_op, log, sum_up)
     target = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=output.device)
-    work = _torch_reduce_scatter_flat(target, whole, op=torch_op, group=group, async_op=True)
+    work = host_calls.reduce_scatter(facts, target, whole, torch_op)
+    if work is None:
+        work = _torch_reduce_scatter_flat(target, whole, op=torch_op, group=group, async_op=True)
 
     def finish() -> None:
         if divide:
@@ -385,8 +405,12 @@ def all_to_all_single(
     facts = enter("all_to_all_single", group)
     if facts is None:
         return None
-    work = torch_dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op=True)
-    return begin("all_to_all_single", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, log)
+    work, finish = host_calls.all_to_all(facts, output, tensor, output_split_sizes, input_split_sizes) or (
+        torch_dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op=True),
+        None,
+    )
+    mode = wait_mode(facts, tensor.device)
+    return begin("all_to_all_single", work, facts, mode, tensor.nbytes, async_op, log, finish)
 
 
 def all_to_all(
@@ -411,7 +435,10 @@ def all_to_all(
     send_sizes = [part.numel() for part in input_tensor_list]
     receive_sizes = [part.numel() for part in output_tensor_list]
     received = torch.empty(sum(receive_sizes), dtype=output_tensor_list[0].dtype, device=device)
-    work = torch_dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group, async_op=True)
+    work, _ = host_calls.all_to_all(facts, received, sent, receive_sizes, send_sizes) or (
+        torch_dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group, async_op=True),
+        None,
+    )
 
     def finish() -> None:
         for part, piece in zip(output_tensor_list, received.split(receive_sizes), strict=True):
@@ -462,7 +489,7 @@ def barrier(
     facts = enter("barrier", group)
     if facts is None:
         return None
-    work = torch_dist.barrier(group, async_op=True, device_ids=device_ids)
+    work = collectives.start_barrier(group, facts, device_ids=device_ids)
     return begin("barrier", work, facts, collectives.barrier_mode(group, facts), 0, async_op, log)
 
 

@@ -1,7 +1,7 @@
 """What the hot path needs to know about a process group, looked up once per group.
 
-Owns: rank, size, backend kind, time limit, call counters and staging buffers of a group. Nothing here outlives the
-group: the table holds weak references, so destroying a group, by whichever library, frees its facts and buffers.
+Owns: rank, size, backend kind, time limit, call counters, staging buffers and link of a group. Nothing here outlives
+the group: the table holds weak references, so destroying a group, by whichever library, frees its facts and buffers.
 Does not own: the group itself, and which collective is used (`collectives.py`).
 """
 
@@ -42,6 +42,7 @@ class GroupFacts:
         "_peer_splits",
         "bytes_sent",
         "calls",
+        "link",
         "name",
         "page",
         "rank",
@@ -59,6 +60,7 @@ class GroupFacts:
         self.timeout_s = 0.0
         self.calls = 0  # collectives started on this group; equal on all ranks of a healthy run
         self.bytes_sent = 0  # bytes this rank put on the wire (see `collectives` for the convention)
+        self.link: Any = None  # see `same_host.py`; None: nobody has asked yet
         self.page: Page | None = None  # see `ledger.py`; None for one rank, and where no ledger can be had
         self._kinds: dict[str, str] = {}
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -172,6 +174,8 @@ def _drop(key: int, facts: GroupFacts) -> None:
     del _table[key]
     if facts.page is not None:
         facts.page.clear()
+    if facts.link is not None:
+        facts.link.close()
 
 
 def group_timeout(group: Group) -> timedelta:

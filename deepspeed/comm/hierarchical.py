@@ -20,6 +20,7 @@ from deepspeed.comm.collectives import call_mark, check_shard, gather_pieces, la
 from deepspeed.comm.group_facts import Group, GroupFacts, facts_of
 from deepspeed.comm.levels import Levels, TwoHops, one_level
 from deepspeed.comm.pending import Pending, What, announce
+from deepspeed.comm.same_host import channel_of
 
 __all__ = ["all_gather", "all_reduce_shard"]
 
@@ -127,6 +128,10 @@ def _gather_between(pieces: torch.Tensor, group: Group | None, facts: GroupFacts
     nbytes = pieces.numel() * pieces.element_size()
     announce(facts, "all_gather", what, nbytes, call_mark(nbytes, key))
     facts.bytes_sent += nbytes // facts.size * (facts.size - 1)
+    channel = channel_of(facts, pieces, "all_gather", what, nbytes)
+    if channel is not None:
+        work = channel.all_gather(pieces, pieces[facts.rank], pieces.stride(0) * pieces.element_size())
+        return launch((work,), None, facts, "all_gather", what, pieces, True)
     pg: Any = group if group is not None else torch_dist.group.WORLD
     return launch(gather_pieces(pg, facts, pieces.unbind()), None, facts, "all_gather", what, pieces, True)
 
@@ -144,7 +149,10 @@ def _gather_inside(
     facts.bytes_sent += nodes.nbytes // facts.size * (facts.size - 1)
     pg: Any = group if group is not None else torch_dist.group.WORLD
     works: tuple[Any, ...]
-    if _fills_in_place(facts, nodes.device):
+    channel = channel_of(facts, nodes, "all_gather", what, nodes.nbytes)
+    if channel is not None:
+        works = tuple(channel.all_gather(node, node[facts.rank]) for node in nodes)
+    elif _fills_in_place(facts, nodes.device):
         works = tuple(work for node in nodes for work in gather_pieces(pg, facts, node.unbind()))
     else:
         rows = nodes.flatten(1)

@@ -30,6 +30,7 @@ from deepspeed.comm.hierarchical import two_hop_gather
 from deepspeed.comm.levels import Levels, TwoHops, one_level
 from deepspeed.comm.loco import LocoState
 from deepspeed.comm.pending import Pending, WaitMode, What, announce
+from deepspeed.comm.same_host import in_background
 
 __all__ = ["LocoState", "all_gather", "reduce_scatter"]
 
@@ -198,7 +199,8 @@ class _Hop:
         nbytes = per_rank * facts.size
         announce(facts, "all_to_all", sender.what, nbytes, call_mark(nbytes, sender.key))
         pg: Any = self._group if self._group is not None else torch_dist.group.WORLD
-        work = pg.alltoall_base(self._incoming[: self._nbytes], self._outgoing[: self._nbytes], splits, splits)
+        incoming, outgoing = self._incoming[: self._nbytes], self._outgoing[: self._nbytes]
+        work = collectives.start_all_to_all(pg, facts, incoming, outgoing, splits, splits, sender.what)
         facts.bytes_sent += self._nbytes
 
         def end() -> None:
@@ -207,7 +209,9 @@ class _Hop:
                 finish()
 
         mode = WaitMode.SLICES if facts.blocks_host(self._pieces.device) else WaitMode.STREAM
-        return Pending((work,), end, facts, "all_to_all", sender.what, nbytes, mode)
+        pending = Pending((work,), end, facts, "all_to_all", sender.what, nbytes, mode)
+        in_background((work,))
+        return pending
 
     def sum_into(self, output: torch.Tensor, factor: float | None, accumulate: bool) -> None:
         """`output` (pieces per rank, elements): the sum over the ranks, once the exchange has been waited for."""

@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm import watch
 from deepspeed.comm.activity import format_ranks
 from deepspeed.comm.call import require_initialized
-from deepspeed.comm.group_facts import Group, forget, group_timeout
+from deepspeed.comm.group_facts import Group, all_facts, forget, group_timeout
 from deepspeed.comm.pending import blocking
 
 
@@ -85,6 +85,9 @@ def destroy_process_group(group: Group | None = None) -> None:
 
         set_current_mesh(None)
         watch.stop("has destroyed its process groups")
+        for facts in all_facts():
+            if facts.link is not None:
+                facts.link.close()
     elif group is not torch_dist.GroupMember.NON_GROUP_MEMBER:
         forget(group)
     torch_dist.destroy_process_group(group)

@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -66,6 +67,7 @@ class Built:
     seconds: float
 
 
+_INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _loaded: dict[tuple[str, str], ctypes.CDLL | NativeUnavailable] = {}
 _loading = threading.Lock()
 
@@ -161,10 +163,22 @@ def switched_off(name: str) -> str:
 def _digest(source: Path, flags: list[str], compiler: str) -> str:
     """A hash of everything that decides the content of the library: 16 hexadecimal digits."""
     mixed = hashlib.sha256()
-    for part in (source, *sorted(SOURCES.glob("*.h"))):
-        mixed.update(part.name.encode() + b"\0" + part.read_bytes() + b"\0")
+    for name, content in sorted(_texts(source).items()):
+        mixed.update(name.encode() + b"\0" + content + b"\0")
     mixed.update("\0".join([*flags, compiler]).encode())
     return mixed.hexdigest()[:16]
+
+
+def _texts(source: Path) -> dict[str, bytes]:
+    """The source and the headers of ours it includes, directly or not: name -> content."""
+    found: dict[str, bytes] = {}
+    waiting = [source.name]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = source.with_name(name).read_bytes()
+            waiting += [match.decode() for match in _INCLUDE.findall(found[name])]
+    return found
 
 
 def _identity(compiler: str) -> str:

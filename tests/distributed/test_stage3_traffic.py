@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from benchmarks.wire_worker import WireCounter
 from tests.harness.width import wide
 
 
+@patch.dict(os.environ, DS_SHM="0")  # what goes through shared memory is no call of the backend
 def collectives(width: int, count: int, zero: dict[str, Any]) -> tuple[int, float]:
     """(collectives, elements sent in units of P(N-1)/N) of the third step of ``count`` Linears in fp32."""
     torch.manual_seed(0)

@@ -35,7 +35,7 @@ def test_an_abort_inside_gloo_shows_the_line_that_had_started_the_collective(tmp
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    common |= {"DS_ACCELERATOR": "cpu", "DEEPSPEED_TIMEOUT": "0.5"}
+    common |= {"DS_ACCELERATOR": "cpu", "DEEPSPEED_TIMEOUT": "0.5", "DS_SHM": "0"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],

@@ -1,0 +1,107 @@
+"""The public collectives through shared memory: tensors of any strides and list forms, brought to what a channel moves.
+
+Owns: the copies into and out of contiguous memory, as finishing steps. Does not own: the channel (`shm_channel.py`),
+who has one (`same_host.py`) and the public signatures (`comm.py`).
+Whether a function here takes a call depends on facts that all ranks share (dtype, layout, operation), never on strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.comm.group_facts import GroupFacts
+from deepspeed.comm.same_host import channel_of
+from deepspeed.comm.shm_channel import fold_of, reduction_code
+
+__all__ = ["all_gather_list", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+
+Finish: TypeAlias = "Callable[[], object] | None"
+
+
+def all_reduce(facts: GroupFacts, tensor: torch.Tensor, op: Any) -> tuple[Any, Finish] | None:
+    """(work, finishing step) of reducing `tensor` in place by torch's `op`; None: it goes by the backend."""
+    channel = channel_of(facts, tensor, "all_reduce", "", tensor.nbytes)
+    if channel is None or not _is_plain(tensor):
+        return None
+    dense = tensor.contiguous()
+    work = collectives.start_host_reduction(channel, dense, op, None)
+    return None if work is None else (work, _copy_back(tensor, dense))
+
+
+def broadcast(facts: GroupFacts, tensor: torch.Tensor, source: int) -> tuple[Any, Finish] | None:
+    """As `all_reduce`; `source` counts inside the group."""
+    channel = channel_of(facts, tensor, "broadcast", "", tensor.nbytes)
+    if channel is None or not _is_plain(tensor):
+        return None
+    dense = tensor.contiguous()
+    return channel.broadcast(dense, source), _copy_back(tensor, dense)
+
+
+def all_gather_list(
+    facts: GroupFacts, outputs: Sequence[torch.Tensor], tensor: torch.Tensor
+) -> tuple[Any, Finish] | None:
+    """As `all_reduce`; tensors of one size."""
+    channel = channel_of(facts, tensor, "all_gather", "", tensor.nbytes)
+    if channel is None or not _is_plain(tensor):
+        return None
+    if len(outputs) != facts.size or any(o.numel() != tensor.numel() or o.dtype is not tensor.dtype for o in outputs):
+        raise ValueError(
+            f"all_gather: needs {facts.size} outputs of {tensor.numel()} elements of {tensor.dtype}; found "
+            f"{[(tuple(o.shape), o.dtype) for o in outputs][:4]}"
+        )
+    received = torch.empty((facts.size, tensor.numel()), dtype=tensor.dtype)
+    work = channel.all_gather(received, tensor.contiguous())
+
+    def finish() -> None:
+        for output, piece in zip(outputs, received, strict=True):
+            output.copy_(piece.view(output.shape))
+
+    return work, finish
+
+
+def reduce_scatter(facts: GroupFacts, output: torch.Tensor, whole: torch.Tensor, op: Any) -> Any:
+    """The work of a reduce-scatter of any dtype and operation into contiguous `output`; None: by the backend."""
+    channel = channel_of(facts, whole, "reduce_scatter", "", whole.nbytes)
+    fold = fold_of(op)
+    if channel is None or fold is None or not _is_plain(whole):
+        return None
+    code = reduction_code(whole.dtype, output.dtype, fold, False)
+    if code is None:
+        return None
+    if whole.numel() != output.numel() * facts.size:
+        raise ValueError(
+            f"reduce_scatter: the input has {whole.numel()} elements, expected {facts.size} (ranks) x {output.numel()}"
+        )
+    return channel.reduce_scatter(output, whole.contiguous(), code)
+
+
+def all_to_all(
+    facts: GroupFacts,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+) -> tuple[Any, Finish] | None:
+    """As `all_reduce`; splits count rows of dim 0."""
+    channel = channel_of(facts, tensor, "all_to_all", "", tensor.nbytes)
+    if channel is None or not _is_plain(tensor):
+        return None
+    if output.dtype is not tensor.dtype:
+        raise ValueError(f"all_to_all: output is {output.dtype}, input is {tensor.dtype}; they must be equal")
+    dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+    sizes = [
+        collectives.piece_bytes(part, s, facts.size) for part, s in ((output, output_splits), (tensor, input_splits))
+    ]
+    return channel.all_to_all(dense, tensor.contiguous(), *sizes), _copy_back(output, dense)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _copy_back(tensor: torch.Tensor, dense: torch.Tensor) -> Finish:
+    return None if dense is tensor else lambda: tensor.copy_(dense)
