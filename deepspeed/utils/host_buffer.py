@@ -32,9 +32,15 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 class HostBuffer:
     """See the module docstring. Not for use by two threads at once."""
 
-    def __init__(self, *, for_device: bool = False) -> None:
-        """``for_device``: page-lock it, so that copies from an accelerator run at full speed."""
+    def __init__(self, *, for_device: bool = False, private: bool = False) -> None:
+        """``for_device``: page-lock it, so that copies from an accelerator run at full speed.
+
+        ``private``: huge pages also where systems give shared memory none, which disks and copies are quicker with. In
+        return a process forked later copies each page that is written (page-locked ones it does not get at all), so
+        this is for buffers that are small beside the rest.
+        """
         self._for_device = for_device
+        self._private = private and hasattr(mmap, "MAP_ANONYMOUS")
         self._map: mmap.mmap | None = None
         self._room: torch.Tensor | None = None
         self._registered: int | None = None
@@ -55,7 +61,8 @@ class HostBuffer:
         return self._room
 
     def _make(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes)
+        kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if self._private else {}
+        self._map = mmap.mmap(-1, nbytes, **kind)
         if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # this kernel has none: small pages do
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -63,6 +70,8 @@ class HostBuffer:
         ctypes.memset(self._room.data_ptr(), 0, nbytes)  # without the interpreter's lock
         if self._for_device and get_accelerator().register_host_memory(self._room.data_ptr(), nbytes):
             self._registered = self._room.data_ptr()
+            if self._private and hasattr(mmap, "MADV_DONTFORK"):
+                self._map.madvise(mmap.MADV_DONTFORK)
 
     def release(self) -> None:
         """Give the memory back (once nobody else holds a part of it)."""

@@ -18,13 +18,13 @@
 #include <unordered_map>
 #include <vector>
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #if defined(__linux__) && __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #define DS_HAS_URING 1
 #endif
@@ -34,12 +34,15 @@ namespace {
 constexpr int64_t kPage = 4096;      // offsets and sizes of direct blocks: no disk has larger sectors
 constexpr int64_t kMemoryAlign = 512;
 
+struct Block;
+
 struct Transfer {
   int64_t offset = 0;
   int64_t nbytes = 0;
   int64_t blocks_left = 0;
   int64_t code = 0;
   int64_t bad_offset = 0;
+  std::vector<Block *> held_up;  // blocks of others, which may start when this has ended
 };
 
 struct Block {
@@ -282,10 +285,14 @@ struct ds_aio {
       transfer->bad_offset = block->offset;
     }
     delete block;
-    if (--transfer->blocks_left == 0) {
-      --pending;
-      ended.notify_all();
-    }
+    if (--transfer->blocks_left) return;
+    --pending;
+    std::vector<Block *> freed = std::move(transfer->held_up);
+    transfer->held_up.clear();
+    bool was_empty = for_ring.empty();
+    for (Block *next : freed) enqueue(next);
+    if (was_empty && !for_ring.empty()) wake_driver_locked();
+    ended.notify_all();
   }
 
   // What is left of a block after `moved` bytes, or after the file system refused direct access, takes the page cache
@@ -326,6 +333,19 @@ struct ds_aio {
     std::free(bounce);
   }
 
+  // Room for one block; disks take huge pages in fewer pieces.
+  char *new_bounce() const {
+    constexpr int64_t kHuge = 2 << 20;
+    bool huge = block_nbytes >= kHuge / 2;
+    int64_t nbytes = huge ? (block_nbytes + kHuge - 1) / kHuge * kHuge : block_nbytes;
+    void *room = nullptr;
+    if (posix_memalign(&room, huge ? kHuge : kPage, nbytes)) return nullptr;
+#ifdef MADV_HUGEPAGE
+    if (huge) madvise(room, nbytes, MADV_HUGEPAGE);
+#endif
+    return static_cast<char *>(room);
+  }
+
   // All of one block, by blocking calls. 0, an errno or DS_AIO_SHORT; block->offset is then where it stopped.
   int64_t move(Block *block, char **bounce) {
     while (block->nbytes > 0) {
@@ -333,7 +353,7 @@ struct ds_aio {
       if (injected > 0) return injected;
       bool direct = block->direct >= 0;
       bool bounced = direct && !block->aligned_memory();
-      if (bounced && !*bounce && posix_memalign(reinterpret_cast<void **>(bounce), kPage, block_nbytes)) return ENOMEM;
+      if (bounced && !*bounce && !(*bounce = new_bounce())) return ENOMEM;
       int fd = direct ? block->direct : block->plain;
       int64_t size = piece(block, injected);
       char *memory = bounced ? *bounce : block->memory;
@@ -433,6 +453,15 @@ struct ds_aio {
   }
 #endif
 
+  // Where the driver is in the kernel with room in the ring, it is told of new blocks. (An event never blocks.)
+  void wake_driver_locked() {
+#ifdef DS_HAS_URING
+    if (!driver_waits) return;
+    driver_waits = false;
+    wake_driver();
+#endif
+  }
+
   void wake_driver() {
 #ifdef DS_HAS_URING
     uint64_t one = 1;
@@ -442,7 +471,7 @@ struct ds_aio {
 
   // ---- transfers ----
 
-  int64_t submit(bool write, int direct, int plain, char *memory, int64_t nbytes, int64_t offset) {
+  int64_t submit(bool write, int direct, int plain, char *memory, int64_t nbytes, int64_t offset, int64_t after) {
     std::unique_lock<std::mutex> hold(mutex);
     int64_t ticket = next_ticket++;
     auto &transfer = transfers[ticket] = std::make_unique<Transfer>();
@@ -463,13 +492,14 @@ struct ds_aio {
     add(first, last, direct);
     add(last, end, -1);
     transfer->blocks_left = static_cast<int64_t>(cut.size());
+    auto first_one = transfers.find(after);
+    if (first_one != transfers.end() && first_one->second->blocks_left) {
+      auto &held_up = first_one->second->held_up;
+      held_up.insert(held_up.end(), cut.begin(), cut.end());
+      return ticket;
+    }
     for (Block *block : cut) enqueue(block);
-#ifdef DS_HAS_URING
-    bool wake = driver_waits && !for_ring.empty();
-    if (wake) driver_waits = false;
-    hold.unlock();
-    if (wake) wake_driver();
-#endif
+    if (!for_ring.empty()) wake_driver_locked();
     return ticket;
   }
 
@@ -524,8 +554,8 @@ ds_aio *ds_aio_open(int64_t block_nbytes, int32_t depth, int32_t threads, int32_
 int32_t ds_aio_engine(const ds_aio *handle) { return handle->has_ring() ? DS_AIO_URING : DS_AIO_THREADS; }
 
 int64_t ds_aio_submit(ds_aio *handle, int32_t write, int32_t direct, int32_t plain, void *memory, int64_t nbytes,
-                      int64_t offset) {
-  return handle->submit(write != 0, direct, plain, static_cast<char *>(memory), nbytes, offset);
+                      int64_t offset, int64_t after) {
+  return handle->submit(write != 0, direct, plain, static_cast<char *>(memory), nbytes, offset, after);
 }
 
 int32_t ds_aio_wait(ds_aio *handle, int64_t ticket, int32_t timeout_ms, ds_aio_result *result) {

@@ -35,9 +35,10 @@ DS_EXPORT ds_aio *ds_aio_open(int64_t block_nbytes, int32_t depth, int32_t threa
 // DS_AIO_URING or DS_AIO_THREADS.
 DS_EXPORT int32_t ds_aio_engine(const ds_aio *handle);
 // Starts a transfer; returns its ticket (> 0). direct: descriptor opened with O_DIRECT, or -1; plain: the same file
-// without it. Memory and descriptors must stay until the ticket was waited for.
+// without it. Memory and descriptors must stay until the ticket was waited for. after: a ticket that must have ended,
+// well or not, before this transfer touches memory or file; 0: none.
 DS_EXPORT int64_t ds_aio_submit(ds_aio *handle, int32_t write, int32_t direct, int32_t plain, void *memory,
-                                int64_t nbytes, int64_t offset);
+                                int64_t nbytes, int64_t offset, int64_t after);
 // 1: ended, *result is filled and the ticket is forgotten; 0: not within timeout_ms; -1: no such ticket.
 DS_EXPORT int32_t ds_aio_wait(ds_aio *handle, int64_t ticket, int32_t timeout_ms, ds_aio_result *result);
 // Transfers that were started and have not ended.

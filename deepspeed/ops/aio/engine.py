@@ -15,31 +15,20 @@ import functools
 import os
 import threading
 import weakref
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed.native.build import NativeUnavailable, load
-from deepspeed.ops.aio.errors import transfer_failed
+from deepspeed.ops.aio.errors import Ended, transfer_failed
 from deepspeed.ops.aio.fallback import PythonQueue
 from deepspeed.ops.aio.files import AioFile
 from deepspeed.utils.logging import logger
 
-__all__ = ["ENGINES", "AioEngine", "Ended", "Transfer", "copy_bytes", "host_bytes"]
+__all__ = ["ENGINES", "AioEngine", "Transfer", "copy_bytes", "host_bytes"]
 
 ENGINES = ("uring", "threads", "python")
 _WAIT_MS = 200  # how long the interpreter's signal handlers may have to wait
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a transfer ended; see ``ds_aio_result`` in ``aio.h``."""
-
-    code: int
-    offset: int
-    expected: int
-    found: int
 
 
 class Queue(Protocol):
@@ -47,7 +36,9 @@ class Queue(Protocol):
 
     name: str
 
-    def submit(self, write: bool, direct: int, plain: int, address: int, nbytes: int, offset: int) -> int: ...
+    def submit(
+        self, write: bool, direct: int, plain: int, address: int, nbytes: int, offset: int, after: int
+    ) -> int: ...
 
     def wait(self, ticket: int, timeout_ms: int) -> Ended | None: ...
 
@@ -69,7 +60,7 @@ def _library() -> ctypes.CDLL:
     for name, returns, takes in (
         ("open", pointer, (i64, i32, i32, i32, i32, ctypes.POINTER(i32))),
         ("engine", i32, (pointer,)),
-        ("submit", i64, (pointer, i32, i32, i32, pointer, i64, i64)),
+        ("submit", i64, (pointer, i32, i32, i32, pointer, i64, i64, i64)),
         ("wait", i32, (pointer, i64, i32, result)),
         ("fault", None, (pointer, i64, i32)),
         ("close", None, (pointer,)),
@@ -95,8 +86,8 @@ class NativeQueue:
             )
         self.name = ENGINES[self._library.ds_aio_engine(self._handle) - 1]
 
-    def submit(self, write: bool, direct: int, plain: int, address: int, nbytes: int, offset: int) -> int:
-        return self._library.ds_aio_submit(self._handle, write, direct, plain, address, nbytes, offset)
+    def submit(self, write: bool, direct: int, plain: int, address: int, nbytes: int, offset: int, after: int) -> int:
+        return self._library.ds_aio_submit(self._handle, write, direct, plain, address, nbytes, offset, after)
 
     def wait(self, ticket: int, timeout_ms: int) -> Ended | None:
         result = _Result()
@@ -156,7 +147,7 @@ class Transfer:
         self._engine._forget(self)
         self.memory = None
         if ended.code:
-            raise transfer_failed(self.path, self._write, ended.code, ended.offset, ended.expected, ended.found)
+            raise transfer_failed(self.path, self._write, ended)
 
 
 class AioEngine:
@@ -190,8 +181,12 @@ class AioEngine:
         """Which engine runs: uring, threads or python."""
         return self._queue.name
 
-    def start(self, write: bool, file: AioFile, memory: torch.Tensor, offset: int) -> Transfer:
+    def start(
+        self, write: bool, file: AioFile, memory: torch.Tensor, offset: int, after: Transfer | None = None
+    ) -> Transfer:
         """Read into, or write from, all of ``memory``.  # any shape, contiguous, host
+
+        ``after``: a transfer that must have ended, well or not, before this one touches memory or file.
 
         Raises ValueError for memory that cannot be used; RuntimeError in a forked process.
         """
@@ -200,7 +195,9 @@ class AioEngine:
             raise ValueError(f"{file.path}: file offset {offset} is negative")
         self._check_process()
         with self._lock:
-            ticket = self._queue.submit(write, file.direct, file.plain, address, nbytes, offset)
+            ticket = self._queue.submit(
+                write, file.direct, file.plain, address, nbytes, offset, after._ticket if after else 0
+            )
             self._started[ticket] = (memory, file)
         return Transfer(self, write, file, memory, ticket)
 

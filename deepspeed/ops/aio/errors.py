@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import dataclass
 
-__all__ = ["AioError", "SHORT", "no_space", "transfer_failed"]
+__all__ = ["AioError", "Ended", "SHORT", "no_space", "transfer_failed"]
 
 SHORT = -1
 """Code of a transfer that met the end of the file (as in ``aio.h``)."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a transfer ended; see ``ds_aio_result`` in ``aio.h``."""
+
+    code: int
+    offset: int
+    expected: int
+    found: int
 
 
 class AioError(OSError):
     """A file could not be read, written or allocated. ``errno`` and ``filename`` are set as in any OSError."""
 
 
-def transfer_failed(path: str, write: bool, code: int, offset: int, expected: int, found: int) -> AioError:
-    """The error of one transfer. ``offset``: where in the file it stopped; ``expected``, ``found``: bytes."""
+def transfer_failed(path: str, write: bool, ended: Ended) -> AioError:
+    """The error of one transfer."""
     verb = "writing" if write else "reading"
-    if code == SHORT:
+    if ended.code == SHORT:
         number, why = errno.EIO, "the file ends there"
     else:
-        number, why = code, os.strerror(code)
-    where = f"{verb} stopped at offset {offset}: expected {expected} bytes, found {found}"
+        number, why = ended.code, os.strerror(ended.code)
+    where = f"{verb} stopped at offset {ended.offset}: expected {ended.expected} bytes, found {ended.found}"
     return AioError(number, f"{why}; {where}", path)
 
 

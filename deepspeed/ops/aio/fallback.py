@@ -11,12 +11,9 @@ import os
 import queue
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deepspeed.ops.aio.errors import SHORT
-
-if TYPE_CHECKING:
-    from deepspeed.ops.aio.engine import Ended
+from deepspeed.ops.aio.errors import SHORT, Ended
 
 __all__ = ["PythonQueue"]
 
@@ -33,6 +30,7 @@ class _Transfer:
     code: int = 0
     bad_offset: int = 0
     done: threading.Event = field(default_factory=threading.Event)
+    held_up: list[Any] = field(default_factory=list)  # blocks of others, which may start when this has ended
 
 
 class PythonQueue:
@@ -53,7 +51,7 @@ class PythonQueue:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, write: bool, direct: int, plain: int, address: int, nbytes: int, offset: int) -> int:
+    def submit(self, write: bool, direct: int, plain: int, address: int, nbytes: int, offset: int, after: int) -> int:
         transfer = _Transfer(write, offset, nbytes)
         with self._lock:
             ticket = self._next
@@ -70,13 +68,16 @@ class PythonQueue:
         transfer.left = len(cut)
         if not cut:
             transfer.done.set()
+        with self._lock:
+            first_one = self._transfers.get(after)
+            if first_one is not None and first_one.left:
+                first_one.held_up += cut
+                return ticket
         for block in cut:
             self._blocks.put(block)
         return ticket
 
     def wait(self, ticket: int, timeout_ms: int) -> Ended | None:
-        from deepspeed.ops.aio.engine import Ended
-
         transfer = self._transfers.get(ticket)
         if transfer is None:
             raise ValueError(f"transfer {ticket} is unknown: it was waited for already")
@@ -90,8 +91,10 @@ class PythonQueue:
         self._fault = [after, code] if after >= 0 else None
 
     def close(self) -> None:
+        for transfer in list(self._transfers.values()):
+            transfer.done.wait()
         for _ in self._threads:
-            self._blocks.put(None)  # behind everything that was started
+            self._blocks.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -103,8 +106,11 @@ class PythonQueue:
                 if code and (not transfer.code or stopped < transfer.bad_offset):
                     transfer.code, transfer.bad_offset = code, stopped
                 transfer.left -= 1
-                if not transfer.left:
-                    transfer.done.set()
+                if transfer.left:
+                    continue
+                transfer.done.set()
+                for held_up in transfer.held_up:
+                    self._blocks.put(held_up)
 
     def _injected(self) -> int:
         """0: none; an errno; -1: move half."""

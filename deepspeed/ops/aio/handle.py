@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 
 from deepspeed.ops.aio.engine import AioEngine, Transfer
-from deepspeed.ops.aio.errors import SHORT, AioError, transfer_failed
+from deepspeed.ops.aio.errors import SHORT, AioError, Ended, transfer_failed
 from deepspeed.ops.aio.files import AioFile
 from deepspeed.ops.aio.pinned import PinnedTensors
 
@@ -169,7 +169,7 @@ class aio_handle:
         try:
             there = max(0, file.nbytes() - offset)
             if there < buffer.nbytes:  # found out before the tensor has changed
-                raise transfer_failed(file.path, False, SHORT, offset + there, buffer.nbytes, there)
+                raise transfer_failed(file.path, False, Ended(SHORT, offset + there, buffer.nbytes, there))
             return self._engine.start(False, file, buffer, offset), file
         except BaseException:
             file.close()

@@ -24,7 +24,7 @@ class PinnedTensors:
 
     def new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros.  # 1D (numel,), host, starts on a page. Raises OSError when there is no memory."""
-        buffer = HostBuffer(for_device=True)
+        buffer = HostBuffer(for_device=True, private=True)
         nbytes = numel * dtype.itemsize
         tensor = buffer.room(max(nbytes, 1))[:nbytes].view(dtype)
         with self._lock:

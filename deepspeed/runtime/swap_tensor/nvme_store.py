@@ -12,10 +12,12 @@ starts and ends on a page, so that all transfers go past the page cache; no more
 from __future__ import annotations
 
 import enum
+import mmap
 import os
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -63,10 +65,10 @@ class _Buffer:
     memory: HostBuffer = field(init=False)
     state: _State = _State.FREE
     entry: _Entry | None = None
-    transfer: Transfer | None = None
+    transfer: Transfer | None = None  # of reading
 
     def __post_init__(self) -> None:
-        self.memory = HostBuffer(for_device=self.pinned)
+        self.memory = HostBuffer(for_device=self.pinned, private=True)
 
     def pages(self, entry: _Entry, nbytes: int) -> torch.Tensor:
         """Whole pages, as they lie in the file.  # 1D uint8"""
@@ -113,6 +115,7 @@ class NvmeStore:
         self._end = 0
         self._buffers = [_Buffer(pin) for _ in range(buffer_count)]
         self._at: dict[str, _Buffer] = {}  # buffers that are not free, by key
+        self._writes: dict[str, Transfer] = {}  # under way, oldest first; the buffer may be promised to a read already
         self._failed: list[AioError] = []
         self._finalizer = weakref.finalize(self, _close, self._engine, self._file, self._folder, os.getpid())
 
@@ -127,6 +130,16 @@ class NvmeStore:
     def nbytes(self) -> int:
         """Bytes of the file that are given to keys."""
         return self._end
+
+    @property
+    def buffer_count(self) -> int:
+        """Buffers there are at most."""
+        return len(self._buffers)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory that the buffers have taken."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     @property
     def engine_name(self) -> str:
@@ -165,7 +178,8 @@ class NvmeStore:
             self.commit(key)
 
     def prefetch(self, key: str) -> None:
-        """Start reading a key into a buffer, if one is free and the key is in none."""
+        """Start reading a key into a buffer, if the key is in none. If all are taken the read follows the oldest write
+        in its buffer; if none is being written either, nothing happens."""
         self._raise_failures()
         entry = self._entry(key)
         if key in self._at or entry.failure is not None:
@@ -174,6 +188,10 @@ class NvmeStore:
         buffer = next((buffer for buffer in self._buffers if buffer.state is _State.FREE), None)
         if buffer is not None:
             self._start_reading(buffer, entry)
+            return
+        writing = next((found for found in self._writes if found in self._at), None)
+        if writing is not None and entry.written:
+            self._start_reading(self._at.pop(writing), entry, after=self._writes[writing])
 
     def fetch(self, key: str) -> torch.Tensor:
         """The values of a key, in a buffer that is the caller's until `commit` or `drop`.  # 1D (numel,), host
@@ -187,7 +205,7 @@ class NvmeStore:
         if buffer is not None and buffer.state is _State.HELD:
             raise RuntimeError(f"{key!r} was fetched already; commit or drop it before the next fetch")
         if buffer is not None and buffer.state is _State.WRITING:
-            self._end_transfer(buffer)  # the values stay in the buffer
+            self._end_write(key)  # the values stay in the buffer
             self._raise_failures()
         if entry.failure is not None:
             raise entry.failure
@@ -195,7 +213,7 @@ class NvmeStore:
             buffer = self._free_buffer(entry)
             self._start_reading(buffer, entry)
         if buffer.state is _State.READING:
-            self._end_transfer(buffer)
+            self._end_read(buffer)
             self._raise_failures()
         buffer.state = _State.HELD
         return buffer.tensor(self.buffer_nbytes)
@@ -210,7 +228,7 @@ class NvmeStore:
             self._free(buffer)
             return
         pages = buffer.pages(entry, self.buffer_nbytes)
-        buffer.transfer = self._engine.start(True, self._file, pages, entry.offset)
+        self._writes[key] = self._engine.start(True, self._file, pages, entry.offset)
         buffer.state = _State.WRITING
         self._raise_failures()
 
@@ -219,11 +237,25 @@ class NvmeStore:
         self._free(self._held(key, "drop"))
         self._raise_failures()
 
+    def mapped(self, key: str) -> torch.Tensor:
+        """The values of a key where they lie in the file, by way of the page cache; valid as long as it is held.
+
+        For readers and writers between `flush` and the next `fetch`: the system keeps as much of it in memory as is
+        free, reads the rest when it is touched, and shows what has been committed since.  # 1D (numel,), host
+        """
+        entry = self._entry(key)
+        if not entry.nbytes:
+            return torch.empty(0, dtype=entry.dtype)
+        entry.written = True
+        with open(self._file.path, "r+b") as file:
+            view = mmap.mmap(file.fileno(), round_up(entry.nbytes), offset=entry.offset)
+        return torch.frombuffer(view, dtype=entry.dtype, count=entry.numel)
+
     def flush(self) -> None:
         """All writes are done. Raises AioError: the first that failed since the last call."""
-        for buffer in self._buffers:
-            if buffer.state is _State.WRITING:
-                self._end_transfer(buffer)
+        for key in list(self._writes):
+            self._end_write(key)
+            self._free_if_ready(key)
         self._raise_failures()
 
     def close(self) -> None:
@@ -233,6 +265,7 @@ class NvmeStore:
             buffer.state, buffer.entry, buffer.transfer = _State.FREE, None, None
             buffer.memory.release()
         self._at.clear()
+        self._writes.clear()
         self._entries.clear()
 
     # ---- checks
@@ -285,59 +318,95 @@ class NvmeStore:
         del self._at[buffer.entry.key]
         buffer.state, buffer.entry, buffer.transfer = _State.FREE, None, None
 
-    def _start_reading(self, buffer: _Buffer, entry: _Entry) -> None:
+    def _start_reading(self, buffer: _Buffer, entry: _Entry, after: Transfer | None = None) -> None:
+        """``after``: a write out of this buffer's memory."""
+        if entry.key in self._writes:  # out of a buffer that has another key now
+            self._end_write(entry.key)
+            self._raise_failures()
+        self._take(buffer, entry, _State.READY)
         if not entry.written or not entry.nbytes:
-            self._take(buffer, entry, _State.READY)
             buffer.tensor(self.buffer_nbytes).zero_()
             return
         pages = buffer.pages(entry, self.buffer_nbytes)
-        buffer.transfer = self._engine.start(False, self._file, pages, entry.offset)
-        self._take(buffer, entry, _State.READING)
+        buffer.transfer = self._engine.start(False, self._file, pages, entry.offset, after)
+        buffer.state = _State.READING
 
-    def _end_transfer(self, buffer: _Buffer) -> None:
-        """Wait; a read or written buffer is then READY, one whose transfer failed is free and its key is lost."""
+    def _end_read(self, buffer: _Buffer) -> None:
+        """Wait; the buffer is then READY, or free when reading failed."""
         assert buffer.transfer is not None
         assert buffer.entry is not None
-        entry, wrote = buffer.entry, buffer.state is _State.WRITING
         try:
             buffer.transfer.wait()
         except AioError as problem:
-            failure = AioError(problem.errno, f"{entry.key!r}: {problem.strerror}", problem.filename)
-            if wrote:
-                entry.failure = failure
-            self._failed.append(failure)
+            self._failed.append(_about(buffer.entry, problem))
             self._free(buffer)
             return
-        buffer.transfer = None
-        buffer.state = _State.READY
+        buffer.state, buffer.transfer = _State.READY, None
+
+    def _end_write(self, key: str) -> None:
+        """Wait; the key's buffer, if it has one still, is then READY, or free when writing failed: the key is lost."""
+        transfer, buffer = self._writes.pop(key), self._at.get(key)
+        try:
+            transfer.wait()
+        except AioError as problem:
+            entry = self._entries[key]
+            entry.failure = _about(entry, problem)
+            self._failed.append(entry.failure)
+            if buffer is not None:
+                self._free(buffer)
+            return
+        if buffer is not None:
+            buffer.state = _State.READY
+
+    def _free_if_ready(self, key: str) -> _Buffer | None:
+        buffer = self._at.get(key)
+        if buffer is None or buffer.state is not _State.READY:
+            return None
+        self._free(buffer)
+        return buffer
 
     def _reap(self) -> None:
         """Buffers whose write is over are free again."""
-        for buffer in self._buffers:
-            if buffer.state is _State.WRITING and buffer.transfer is not None and buffer.transfer.done():
-                self._end_transfer(buffer)
-                if buffer.entry is not None:
-                    self._free(buffer)
+        for key in [key for key, transfer in self._writes.items() if transfer.done()]:
+            self._end_write(key)
+            self._free_if_ready(key)
 
     def _free_buffer(self, wanted: _Entry) -> _Buffer:
         """A free buffer: waits for a write, else gives up what was read ahead."""
         self._reap()
-        order = (_State.FREE, _State.WRITING, _State.READY, _State.READING)
-        for state in order:
+        while not any(buffer.state is _State.FREE for buffer in self._buffers):
+            if self._writes:
+                key = next(iter(self._writes))
+                self._end_write(key)
+                self._free_if_ready(key)
+            elif not self._forgo_read_ahead():
+                self._raise_no_buffer(wanted)
+        self._raise_failures()
+        return next(buffer for buffer in self._buffers if buffer.state is _State.FREE)
+
+    def _forgo_read_ahead(self) -> bool:
+        """Free a buffer that was read ahead, or is being read; False when there is none."""
+        for state in (_State.READY, _State.READING):
             for buffer in self._buffers:
                 if buffer.state is not state:
                     continue
-                if buffer.transfer is not None:
-                    self._end_transfer(buffer)
+                if state is _State.READING:
+                    self._end_read(buffer)
                 if buffer.entry is not None:
                     self._free(buffer)
-                self._raise_failures()
-                return buffer
+                return True
+        return False
+
+    def _raise_no_buffer(self, wanted: _Entry) -> NoReturn:
         held = ", ".join(repr(key) for key in self._at)
         raise RuntimeError(
             f"no buffer for {wanted.key!r}: all {len(self._buffers)} are held ({held[:200]}); commit or drop one, or "
             f"set buffer_count to at least {len(self._buffers) + 1}"
         )
+
+
+def _about(entry: _Entry, problem: AioError) -> AioError:
+    return AioError(problem.errno, f"{entry.key!r}: {problem.strerror}", problem.filename)
 
 
 def _close(engine: AioEngine, file: AioFile, folder: SwapFolder, process: int) -> None:
