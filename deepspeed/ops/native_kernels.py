@@ -17,7 +17,7 @@ import torch
 
 from deepspeed.native.build import NativeUnavailable, load, switched_off
 
-__all__ = ["KINDS", "LIBRARY", "ROW", "cast", "kernel", "run", "sumsq"]
+__all__ = ["KINDS", "LIBRARY", "ROW", "Table", "all_readable", "cast", "is_readable", "kernel", "sumsq"]
 
 LIBRARY = "optimizers"
 KINDS: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -28,6 +28,11 @@ ROW = 10
 _ENTRY = {"cpu_adam": "ds_adam", "cpu_adagrad": "ds_adagrad", "cpu_lion": "ds_lion", "fused_adam": "ds_adam",
           "fused_lion": "ds_lion"}  # fmt: skip
 _Kernel = Any  # a ctypes function
+_OUT = 5  # place of the copy in a row
+_RULE = 8  # numbers of a rule
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+# Methods as functions of a tensor, for map(): faster than a loop.
+_data_ptr, _is_contiguous, _numel = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.numel
 
 
 def kernel(op: str) -> _Kernel:
@@ -42,14 +47,91 @@ def kernel(op: str) -> _Kernel:
     return getattr(_library(), _ENTRY[op])
 
 
-def run(update: _Kernel, table: Sequence[int], rules: Sequence[float], scale: float) -> None:
-    """Update all rows of `table` (`ROW` integers each) in one parallel region.
+class Table:
+    """Rows of tensors for one call of an update kernel.
 
-    rules: eight doubles per rule, in the order of `update_rules.h`. scale: factor of the gradients.
+    Built column by column with as little Python per tensor as possible: this is what a step over many small tensors
+    costs. The tensors are those of lists kept here, so they outlive the call.
     """
-    rows = array.array("q", table)
-    numbers = array.array("d", rules)
-    update(rows.buffer_info()[0], len(rows) // ROW, numbers.buffer_info()[0], scale, torch.get_num_threads())
+
+    def __init__(self) -> None:
+        self._rules: list[float] = []
+        self._parts: list[array.array[int]] = []
+        self._written: list[list[torch.Tensor]] = []
+        self._kept: list[Any] = []
+
+    def add_rule(self, numbers: tuple[float, ...]) -> int:
+        """Take the eight numbers of a rule (their order: `update_rules.h`); returns the rule's number."""
+        self._rules += numbers
+        return len(self._rules) // _RULE - 1
+
+    def extend(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: list[list[torch.Tensor]],
+        outs: list[torch.Tensor | None] | None,
+        rules: list[int],
+    ) -> None:
+        """Add a row per parameter. All tensors are readable (`all_readable`) and have the numel of their parameter.
+
+        states: one list per state. outs: copies of the new values, None where there is none. rules: of each row.
+        """
+        columns = [params, grads, *states]
+        rows = array.array("q", bytes(8 * ROW * len(params)))
+        for place, column in enumerate(columns):
+            rows[place::ROW] = array.array("q", map(_data_ptr, column))
+        kinds = _kinds(columns)
+        self._written.append(params)
+        self._kept.append((grads, states))
+        if outs is not None:
+            rows[_OUT::ROW] = array.array("q", [0 if out is None else out.data_ptr() for out in outs])
+            kinds = [k if o is None else k | KINDS[o.dtype] << 4 * _OUT for k, o in zip(kinds, outs, strict=True)]
+            self._written.append([out for out in outs if out is not None])
+        rows[6::ROW] = array.array("q", map(_numel, params))
+        rows[7::ROW] = array.array("q", kinds)
+        rows[8::ROW] = array.array("q", rules)
+        self._parts.append(rows)
+
+    def run(self, update: _Kernel, scale: float) -> None:
+        """Update all rows in one parallel region. scale: factor of the gradients."""
+        if not self._parts:
+            return
+        rows = self._parts[0]
+        for part in self._parts[1:]:
+            rows += part
+        numbers = array.array("d", self._rules)
+        update(rows.buffer_info()[0], len(rows) // ROW, numbers.buffer_info()[0], scale, torch.get_num_threads())
+        for tensors in self._written:
+            torch.autograd.graph.increment_version(tensors)
+
+
+def all_readable(tensors: list[torch.Tensor]) -> bool:
+    """Whether a kernel may walk the memory of all these tensors; see `is_readable`."""
+    try:
+        return (
+            _PLAIN.issuperset(map(type, tensors))
+            and KINDS.keys() >= {tensor.dtype for tensor in tensors}
+            and False not in [tensor.is_cpu for tensor in tensors]
+            and all(map(_is_contiguous, tensors))
+        )
+    except RuntimeError:  # a layout without strides
+        return False
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may walk the memory of this tensor: a plain, contiguous one of a known dtype on the CPU."""
+    return all_readable([tensor])
+
+
+def _kinds(columns: list[list[torch.Tensor]]) -> list[int]:
+    """The kinds of each row: four bits for every column."""
+    dtypes = [[tensor.dtype for tensor in column] for column in columns]
+    if all(column.count(column[0]) == len(column) for column in dtypes):
+        return [sum(KINDS[column[0]] << 4 * place for place, column in enumerate(dtypes))] * len(dtypes[0])
+    return [
+        sum(KINDS[dtype] << 4 * place for place, dtype in enumerate(row)) for row in zip(*dtypes, strict=True)
+    ]
 
 
 def sumsq(tensors: Sequence[torch.Tensor]) -> tuple[float, bool]:
@@ -94,7 +176,7 @@ def cast(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], scale
 
 
 def _address(tensor: torch.Tensor) -> int:
-    if tensor.dtype not in KINDS or not tensor.is_cpu or tensor.layout != torch.strided or not tensor.is_contiguous():
+    if not is_readable(tensor):
         raise ValueError(
             f"native kernel: tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {tensor.layout}, "
             "expected a contiguous one of fp32, bf16 or fp16 on the CPU"

@@ -1,8 +1,8 @@
 """Optimizers whose update of an element looks at that element alone, run by a native kernel over all tensors at once.
 
-Owns: `RowOptimizer`: which tensors go to the kernel, their states and step counts, the table of rows, `update_from`.
-Does not own: the arithmetic (`native/csrc/update_rules.h`; `_update_pairs` of each class in torch, which is both the
-reference and the fallback), hyper-parameters.
+Owns: `RowOptimizer`: which tensors go to the kernel, their states and step counts, `update_from`. Does not own: the
+arithmetic (`native/csrc/update_rules.h`; `_update_pairs` of each class in torch, which is both the reference and the
+fallback), hyper-parameters, the kernel's table (`native_kernels.py`).
 Invariants: kernel and torch give the same bits in fp32. All tensors the kernel can take are updated in one parallel
 region, over all groups. What it cannot take (fp64, strided, sparse, other devices, subclasses of tensors) goes to
 torch, in the same step. A tensor written by the kernel gets a new autograd version, as if torch had written it.
@@ -10,15 +10,16 @@ torch, in the same step. A tensor written by the kernel gets a new autograd vers
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from deepspeed.native.build import NativeUnavailable
 from deepspeed.ops import native_kernels
-from deepspeed.ops.native_kernels import KINDS
+from deepspeed.ops.native_kernels import KINDS, Table, all_readable, is_readable
 from deepspeed.ops.optimizer_base import Pair, StateOptimizer, gradients, run_closure
 from deepspeed.utils.logging import warning_once
 
@@ -26,7 +27,6 @@ __all__ = ["Row", "RowOptimizer"]
 
 # (leaf, its gradient in fp32, bf16 or fp16, where the new value goes rounded)
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class RowOptimizer(StateOptimizer):
@@ -36,6 +36,7 @@ class RowOptimizer(StateOptimizer):
     _op: ClassVar[str]
     # The kernel: None before the first use, False where there is none.
     _native: Any = None
+    _places: _Places | None = None
 
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the states, in the order of the kernel's row."""
@@ -60,22 +61,20 @@ class RowOptimizer(StateOptimizer):
 
     def takes_rows(self, rows: Sequence[Row]) -> bool:
         """Whether the native kernel can do all of `rows` (see `update_from`) as they are."""
-        if self._kernel() is None:
+        if self._kernel() is None or not _readable_rows(*_columns(rows)):
             return False
-        return all(
-            _fits(leaf) and _fits(grad) and grad.numel() == leaf.numel()
-            and (out is None or (_fits(out) and out.numel() == leaf.numel()))
-            and self._state_fits(leaf)
-            for leaf, grad, out in rows
-        )  # fmt: skip
+        states = [self.state.get(row[0]) for row in rows]
+        if not all(self.state_dtype(row[0]) in KINDS for row, state in zip(rows, states, strict=True) if not state):
+            return False
+        return all_readable([value for state in states if state for key, value in state.items() if key != "step"])
 
     @torch.no_grad()
     def update_from(self, rows: Sequence[Row], scale: float) -> None:
         """Update leaves from gradients that lie elsewhere, and put the new values, rounded to nearest even, elsewhere.
 
-        rows: (leaf, grad, out). leaf: a parameter of this optimizer. grad: fp32, bf16 or fp16, as many elements as
-        the leaf and in its order, any shape; left as it is. out: None, or a contiguous tensor of as many elements.
-        scale: factor of the gradients, applied in fp32.
+        rows: (leaf, grad, out). leaf: a parameter of this optimizer, at most once. grad: fp32, bf16 or fp16, as many
+        elements as the leaf and in its order, any shape; left as it is. out: None, or a contiguous tensor of as many
+        elements. scale: factor of the gradients, applied in fp32.
 
         The result equals `leaf.grad = grad.float() * scale`, `step()`, `out.copy_(leaf)` to the last bit; one pass
         over memory and one parallel region where `takes_rows(rows)`.
@@ -83,37 +82,43 @@ class RowOptimizer(StateOptimizer):
         Raises:
             KeyError: a leaf is in no group of this optimizer.
         """
-        groups = self._groups_by_leaf(rows)
         kernel = self._kernel()
-        if kernel is None or not self.takes_rows(rows):
-            self._update_from_torch(rows, scale, groups)
-            return
-        table = _Table(self)
-        for leaf, grad, out in rows:
-            table.add(groups[id(leaf)], leaf, grad, out)
+        by_group = self._by_group(rows)
+        table = Table()
+        for number, group_rows in by_group.items():
+            group, columns = self.param_groups[number], _columns(group_rows)
+            others = group_rows
+            if kernel is not None and _readable_rows(*columns):
+                left = {id(leaf) for leaf, _ in self._add(table, group, *columns)}
+                others = [row for row in group_rows if id(row[0]) in left] if left else ()
+            for leaf, grad, out in others:
+                scaled = grad.reshape(leaf.shape).to(torch.float32, copy=True).mul_(scale)
+                self._update_pairs(group, [(leaf, scaled)])
+                if out is not None:
+                    out.view(-1).copy_(leaf.reshape(-1))
         table.run(kernel, scale)
 
-    def _update_from_torch(self, rows: Sequence[Row], scale: float, groups: dict[int, dict[str, Any]]) -> None:
-        for leaf, grad, out in rows:
-            scaled = grad.reshape(leaf.shape).to(torch.float32, copy=True).mul_(scale)
-            self._update_pairs(groups[id(leaf)], [(leaf, scaled)])
-            if out is not None:
-                out.view(-1).copy_(leaf.reshape(-1))
-
-    def _groups_by_leaf(self, rows: Sequence[Row]) -> dict[int, dict[str, Any]]:
-        found = {id(param): group for group in self.param_groups for param in group["params"]}
-        missing = next((leaf for leaf, _, _ in rows if id(leaf) not in found), None)
-        if missing is not None:
+    def _by_group(self, rows: Sequence[Row]) -> dict[int, Sequence[Row]]:
+        """The rows of each group, by the group's number."""
+        places = self._places
+        if places is None or not places.describe(self.param_groups):
+            places = self._places = _Places(self.param_groups)
+        numbers = [places.number.get(id(row[0])) for row in rows]
+        if None in numbers:  # an element of a group's list may have been replaced since
+            places = self._places = _Places(self.param_groups)
+            numbers = [places.number.get(id(row[0])) for row in rows]
+        if None in numbers:
             raise KeyError(
-                f"{type(self).__name__}.update_from: a leaf of shape {tuple(missing.shape)} is in no parameter group; "
-                "add it with add_param_group"
+                f"{type(self).__name__}.update_from: a leaf of shape {tuple(rows[numbers.index(None)][0].shape)} is in "
+                "no parameter group; add it with add_param_group"
             )
+        distinct = set(numbers)
+        if len(distinct) == 1:
+            return {distinct.pop(): rows}  # type: ignore[dict-item]
+        found: dict[int, Sequence[Row]] = {}
+        for number, row in zip(numbers, rows, strict=True):
+            found.setdefault(number, []).append(row)  # type: ignore[arg-type, attr-defined]
         return found
-
-    def _state_fits(self, leaf: torch.Tensor) -> bool:
-        if leaf not in self.state:
-            return self.state_dtype(leaf) in KINDS
-        return all(_fits(value) for key, value in self.state[leaf].items() if key != "step")
 
     # ---- all parameters --------------------------------------------------------------------------------------------
 
@@ -133,70 +138,90 @@ class RowOptimizer(StateOptimizer):
             for group in self.param_groups:
                 self._update_pairs(group, gradients(group["params"]))
             return
-        table = _Table(self)
+        table = Table()
         for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            grads = [param.grad for param in params]
             others: list[Pair] = []
-            for param, grad in gradients(group["params"]):
-                if _fits(param) and _fits(grad) and self._state_fits(param):
-                    table.add(group, param, grad, None)
-                else:
-                    others.append((param, grad))
+            if not (all_readable(params) and all_readable(grads)):
+                pairs = list(zip(params, grads, strict=True))
+                readable = [is_readable(param) and is_readable(grad) for param, grad in pairs]
+                others = [pair for pair, good in zip(pairs, readable, strict=True) if not good]
+                params, grads = (list(compress(column, readable)) for column in (params, grads))
+            others += self._add(table, group, params, grads, None)
             if others:
                 self._update_pairs(group, others)
         table.run(kernel, 1.0)
 
-
-class _Table:
-    """Rows of one call of the kernel, and the tensors they point into."""
-
-    def __init__(self, optimizer: RowOptimizer) -> None:
-        self.optimizer = optimizer
-        self.rows: list[int] = []
-        self.rules: list[float] = []
-        self.written: list[torch.Tensor] = []
-        self.kept: list[torch.Tensor] = []
-        self.numbers: dict[tuple[int, int], int] = {}  # (group, step) -> rule
-
-    def add(self, group: dict[str, Any], leaf: torch.Tensor, grad: torch.Tensor, out: torch.Tensor | None) -> None:
-        optimizer = self.optimizer
-        state = optimizer.state[leaf]
-        keys = optimizer._state_keys(group)
-        if not state:
-            optimizer.check_param(leaf)
-            state["step"] = 0
-            for key in keys:
-                state[key] = optimizer.new_state(leaf)
-        state["step"] = step = int(state["step"]) + 1
-        rule = self.numbers.get((id(group), step))
-        if rule is None:
-            rule = self.numbers[(id(group), step)] = len(self.numbers)
-            self.rules += optimizer._rule(group, step)
-        kinds = KINDS[leaf.dtype] | KINDS[grad.dtype] << 4
-        addresses = [leaf.data_ptr(), grad.data_ptr(), 0, 0, 0, 0]
-        for place, key in enumerate(keys):
-            value = state[key]
-            addresses[2 + place] = value.data_ptr()
-            kinds |= KINDS[value.dtype] << 8 + 4 * place
-        if out is not None:
-            addresses[5] = out.data_ptr()
-            kinds |= KINDS[out.dtype] << 20
-            self.written.append(out)
-        self.rows += (*addresses, leaf.numel(), kinds, rule, 0)
-        self.written.append(leaf)
-        self.kept.append(grad)
-
-    def run(self, kernel: Any, scale: float) -> None:
-        if self.rows:
-            native_kernels.run(kernel, self.rows, self.rules, scale)
-            torch.autograd.graph.increment_version(self.written)
+    def _add(
+        self,
+        table: Table,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        outs: list[torch.Tensor | None] | None,
+    ) -> list[Pair]:
+        """Put readable tensors of a group into the table; returns those whose states the kernel cannot take."""
+        if not params:
+            return []
+        found = [self.state[param] for param in params]
+        keys = self._state_keys(group)
+        if not all(found):
+            for param, state in zip(params, found, strict=True):
+                if not state:
+                    self.check_param(param)
+                    state["step"] = 0
+                    for key in keys:
+                        state[key] = self.new_state(param)
+        columns = [[state[key] for state in found] for key in keys]
+        others: list[Pair] = []
+        if not all(map(all_readable, columns)):
+            readable = [all(map(is_readable, states)) for states in zip(*columns, strict=True)]
+            others = [pair for pair, good in zip(zip(params, grads, strict=True), readable, strict=True) if not good]
+            params, grads, found = (list(compress(column, readable)) for column in (params, grads, found))
+            outs = None if outs is None else list(compress(outs, readable))
+            columns = [list(compress(column, readable)) for column in columns]
+        for state in found:
+            state["step"] += 1
+        steps = [int(state["step"]) for state in found]
+        rules = {step: table.add_rule(self._rule(group, step)) for step in set(steps)}
+        table.extend(params, grads, columns, outs, [rules[step] for step in steps])
+        return others
 
 
-def _fits(tensor: torch.Tensor) -> bool:
-    """Whether a kernel may walk the memory of this tensor."""
+class _Places:
+    """The number of each leaf's group; made anew when the groups or their lists are others or have grown."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.lists = [group["params"] for group in groups]
+        self.lengths = [len(params) for params in self.lists]
+        self.number: dict[int, int | None] = {
+            id(param): number for number, params in enumerate(self.lists) for param in params
+        }
+
+    def describe(self, groups: list[dict[str, Any]]) -> bool:
+        lists = [group["params"] for group in groups]
+        return (
+            len(lists) == len(self.lists)
+            and all(map(operator.is_, lists, self.lists))
+            and [len(params) for params in lists] == self.lengths
+        )
+
+
+def _columns(
+    rows: Sequence[Row],
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor | None]]:
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+def _readable_rows(
+    leaves: list[torch.Tensor], grads: list[torch.Tensor], outs: list[torch.Tensor | None]
+) -> bool:
+    given = [(out, leaf) for out, leaf in zip(outs, leaves, strict=True) if out is not None]
     return (
-        type(tensor) in _PLAIN
-        and tensor.dtype in KINDS
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
+        all_readable(leaves)
+        and all_readable(grads)
+        and all_readable([out for out, _ in given])
+        and [leaf.numel() for leaf in leaves] == [grad.numel() for grad in grads]
+        and all(out.numel() == leaf.numel() for out, leaf in given)
     )
