@@ -21,7 +21,7 @@ from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.applied_config import apply_config, check_tested, dump_state
-from deepspeed.runtime.build_offload import offload_options, parameter_host, takes_host_optimizer
+from deepspeed.runtime.build_offload import offload_options, offloads_parameters, parameter_home, takes_host_optimizer
 from deepspeed.runtime.build_routes import ZeroRoutes, zero_routes
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
@@ -220,7 +220,7 @@ def prepare_module(
     precision = build_precision(config, model, shares_sequences=mesh.size("sp") > 1)
     report = cast_module(model, precision)
     stage = int(config.zero_config.stage)
-    offload = parameter_host(config, device) is not None
+    offload = offloads_parameters(config, device)
     sharded = Placement.for_stage(stage, mesh.size("zero"), offload=offload).parameter_sharded
     take_off_meta(model, device, stage, sharded=sharded)
     model.to(device)
@@ -365,8 +365,8 @@ def shard_module(
     """Who shards and gathers the parameters at stage 3; None where every rank keeps them whole."""
     zero = config.zero_config
     world = routes.shards.world
-    host = parameter_host(config, device)
-    if not Placement.for_stage(int(zero.stage), world, offload=host is not None).parameter_sharded:
+    offload = offloads_parameters(config, device)
+    if not Placement.for_stage(int(zero.stage), world, offload=offload).parameter_sharded:
         return None
     apply_zero_leaf_module_config(model, zero.leaf_module)
     total = sum(param.numel() for param in model.parameters())
@@ -400,7 +400,7 @@ def shard_module(
         route=routes.gather,
         frozen_route=routes.gather_frozen,
         align_numel=routes.align_numel,
-        host=host,
+        host=parameter_home(config, device),
     )
 
 
@@ -462,9 +462,7 @@ def wrap_optimizer(
         accumulates=accumulation.steps > 1 or not accumulation.managed,
         by_rows=row_wise_parameters(model, every_embedding=config.sparse_gradients_enabled),
         comm_dtype_of=lambda param: precision.autocast if id(param) in safe else None,
-        offload=offload_options(
-            config, basic, [p for g in basic.param_groups for p in g["params"]], precision, routes.shards.world
-        ),
+        offload=offload_options(config, basic, precision, routes.shards.world),
     )
     return optimizer_class(int(zero.stage), precision, mics=zero.mics_shard_size > 0)(
         basic,

@@ -6,14 +6,17 @@ Part of the composition root (``build.py``); nothing else reads these keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
+from deepspeed import comm as dist
+from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
+from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
+from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
 from deepspeed.runtime.zero.fused_update import rows_of
 from deepspeed.runtime.zero.optimizer import OffloadOptions
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -22,6 +25,7 @@ from deepspeed.utils.logging import log_dist
 
 _HERE = "zero_optimization.offload_optimizer"
 _STATES = 2  # per parameter, as Adam keeps them; others keep fewer
+_PIPELINED = 3  # units in memory where one is read, one is updated and one is written
 _GIB = 1 << 30
 
 
@@ -31,11 +35,22 @@ def offloads_optimizer(config: DeepSpeedConfig) -> bool:
     return int(config.zero_config.stage) >= 1 and section is not None and section.device != "none"
 
 
-def parameter_host(config: DeepSpeedConfig, device: torch.device) -> HostMemory | None:
+def offloads_parameters(config: DeepSpeedConfig, device: torch.device) -> bool:
+    """Whether the shards of parameters live off ``device`` between uses."""
+    section = config.zero_config.offload_param
+    if int(config.zero_config.stage) < 3 or section is None or section.device == "none":
+        return False
+    return section.device == "nvme" or is_apart(device)
+
+
+def parameter_home(config: DeepSpeedConfig, device: torch.device) -> HostMemory | None:
     """Where the shards of parameters live between uses; None: on the device."""
     section = config.zero_config.offload_param
-    if int(config.zero_config.stage) < 3 or section is None or section.device == "none" or not is_apart(device):
+    if section is None or not offloads_parameters(config, device):
         return None
+    if section.device == "nvme":
+        assert section.nvme_path is not None
+        return MappedFiles(section.nvme_path, rank=dist.get_rank())
     return HostMemory(pin=section.pin_memory)
 
 
@@ -46,17 +61,12 @@ def takes_host_optimizer(config: DeepSpeedConfig) -> bool:
 
 
 def offload_options(
-    config: DeepSpeedConfig,
-    basic: torch.optim.Optimizer,
-    params: Sequence[Any],
-    precision: PrecisionPolicy,
-    shards: int,
+    config: DeepSpeedConfig, basic: torch.optim.Optimizer, precision: PrecisionPolicy, shards: int
 ) -> OffloadOptions | None:
     """What the core is told; None without offload.
 
     Args:
-        basic: the optimizer that will update what is offloaded.
-        params: the parameters it holds.
+        basic: the optimizer that will update what is offloaded; it still holds the model's parameters.
         shards: ranks that states are spread over.
 
     Raises:
@@ -68,19 +78,43 @@ def offload_options(
     if section is None or not offloads_optimizer(config):
         return None
     _look_at_optimizer(config, basic)
-    trainable = [param for param in params if param.requires_grad]
+    trainable = [param for group in basic.param_groups for param in group["params"] if param.requires_grad]
     first = trainable[0] if trainable else None
     device = first.device if first is not None else torch.device("cpu")
-    if not is_apart(device):
+    on_disk = section.device == "nvme"
+    if not on_disk and not is_apart(device):
         log_dist(f"{_HERE}.device {section.device}: this device's memory is the host's; nothing moves", ranks=[0])
         return None
     if first is not None:
         numel = sum(param.numel() for param in trainable)
-        width = (1 + _STATES) * precision.master_dtype(first).itemsize + precision.accum_dtype(first).itemsize
+        states = 0 if on_disk else (1 + _STATES) * precision.master_dtype(first).itemsize
+        width = states + precision.accum_dtype(first).itemsize
         check_host_memory(int(numel * section.ratio) * width // shards)
     asked = "sub_group_size" in config.zero_config.model_fields_set
     unit = min(OffloadOptions.unit_numel, config.zero_config.sub_group_size) if asked else OffloadOptions.unit_numel
-    return OffloadOptions(pin=section.pin_memory, ratio=float(section.ratio), unit_numel=max(1, unit))
+    return OffloadOptions(
+        pin=section.pin_memory,
+        ratio=float(section.ratio),
+        unit_numel=max(1, unit),
+        disk=_store_maker(config) if on_disk else None,
+    )
+
+
+def _store_maker(config: DeepSpeedConfig) -> Callable[[int], NvmeStore]:
+    """What makes the files and buffers for masters and states once the size of a unit is known."""
+    section = config.zero_config.offload_optimizer
+    assert section is not None
+    assert section.nvme_path is not None
+    folder, pin, count = section.nvme_path, section.pin_memory, section.buffer_count
+    if section.pipeline and "buffer_count" not in section.model_fields_set:
+        count = _PIPELINED * (1 + _STATES)
+
+    def make(nbytes: int) -> NvmeStore:
+        pinned = pin and get_accelerator().device_name() != "cpu"
+        aio, rank = config.sections.aio, dist.get_rank()
+        return NvmeStore(folder, rank=rank, aio=aio, pin=pinned, buffer_count=count, buffer_nbytes=max(nbytes, 1))
+
+    return make
 
 
 def _look_at_optimizer(config: DeepSpeedConfig, basic: torch.optim.Optimizer) -> None:

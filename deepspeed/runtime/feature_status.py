@@ -58,10 +58,6 @@ def _writer(test: Callable[[Any], bool]) -> Callable[[ConfigSections], bool]:
     return lambda sections: sections.checkpoint.writer is not None and test(sections.checkpoint.writer)
 
 
-def _on_disk(block: Any) -> bool:
-    return block is not None and block.device == "nvme"
-
-
 def _row(path: str, asked: Callable[[ConfigSections], bool], what: str, change: str) -> MissingFeature:
     return MissingFeature(path, asked, what, change)
 
@@ -71,18 +67,6 @@ def _switch(path: str, what: str, key: str = "enabled") -> MissingFeature:
 
 
 MISSING_FEATURES: tuple[MissingFeature, ...] = (
-    _row(
-        "zero_optimization.offload_optimizer.device",
-        lambda s: _zero(s).stage >= 1 and _on_disk(_zero(s).offload_optimizer),
-        "offload of optimizer states to nvme",
-        'use device "cpu"',
-    ),
-    _row(
-        "zero_optimization.offload_param.device",
-        _stage3(lambda zero: _on_disk(zero.offload_param)),
-        "offload of weights to nvme",
-        'use device "cpu"',
-    ),
     _row(
         "zero_optimization.zenflow",
         lambda s: _zero(s).stage >= 1 and _zero(s).zenflow is not None,

@@ -88,7 +88,8 @@ def table(facts: dict[str, Any]) -> str:
             if sizes:
                 parts = ", ".join(f"{kind} {megabytes(sizes[kind])}" for kind in _KINDS)
                 total = megabytes(sum(sizes[kind] for kind in _KINDS))
-                rows.append((f"bytes/rank {which}", f"{total} = {parts}"))
+                away = "".join(f"; {kind} {megabytes(sizes[kind])}" for kind in ("host", "disk") if kind in sizes)
+                rows.append((f"bytes/rank {which}", f"{total} = {parts}{away}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness.fuzz_recipes import Net, Op, Part, Recipe, build, draw, draw_offload, draw_stage_3, shrink
-from tests.harness.offload import apart
+from tests.harness.offload import apart, offload_sections
 from tests.harness.parity import (
     OPTIMIZERS,
     OptimizerSpec,
@@ -64,11 +64,7 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
         **_PRECISION[recipe.precision][0],
     }
     if recipe.offload:
-        if recipe.offload != "param":
-            ratio = 0.5 if recipe.offload == "half" else 1.0
-            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
-        if recipe.offload in ("param", "all"):
-            config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        config["zero_optimization"] |= offload_sections(recipe.offload)
     if recipe.accum:
         config["data_types"] = {"grad_accum_dtype": recipe.accum}
     if not recipe.client_optimizer:

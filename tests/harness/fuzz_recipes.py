@@ -79,7 +79,7 @@ class Recipe:
     client_optimizer: bool = False
     num_groups: int = 1
     zero: tuple[tuple[str, Any], ...] = ()
-    offload: str = ""  # what lives in host memory: "cpu": states, "half" of them, "param": weights, "all"
+    offload: str = ""  # a kind of `offload.offload_sections`
     ops: tuple[Op, ...] = field(default=(Op("micro", (Part(),)),))
 
     @property
@@ -94,7 +94,8 @@ class Recipe:
         varied = any(part.skip for op in self.ops for part in op.parts) or any(op.kind == "unfreeze" for op in self.ops)
         several = any(part.forwards > 1 for op in self.ops for part in op.parts)
         in_parts = self.net.checkpoint == "reentrant" and several  # each part is rounded by itself on one rank, too
-        return in_parts or (self.world_size > 1 and early and varied)
+        buckets = self.world_size > 1 or self.offload.endswith(("param", "all"))
+        return in_parts or (buckets and early and varied)
 
 
 class FuzzNet(nn.Module):
@@ -220,10 +221,14 @@ def draw_offload(seed: int) -> Recipe:
     recipe = draw_stage_3(seed) if rng.random() < 0.6 else draw(seed)
     recipe = replace(recipe, stage=max(recipe.stage, 1))
     zero = (*recipe.zero, ("sub_group_size", rng.choice((10, 40, 1000))))
-    offload = rng.choice(("cpu", "half", "param", "all")) if recipe.stage == 3 else "cpu"
+    kinds = ("cpu", "half", "param", "all", "disk", "disk_param", "disk_all")
+    offload = rng.choice(kinds) if recipe.stage == 3 else "cpu"
     if recipe.world_size == 1 and any(op.kind == "no_sync" for op in recipe.ops):
         offload = "cpu"  # one rank that releases weights reduces in every backward, and adds up in that order
-    return replace(recipe, zero=zero, offload=offload)
+    recipe = replace(recipe, zero=zero, offload=offload)
+    if recipe.has_late_gradients:
+        recipe = replace(recipe, precision="fp32", accum="", optimizer="sgd")
+    return recipe
 
 
 def _alike(op: Op, world_size: int) -> Op:
@@ -309,7 +314,7 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
         yield replace(recipe, zero=recipe.zero[:index] + recipe.zero[index + 1 :])
     if recipe.world_size > 1:
         yield replace(recipe, world_size=recipe.world_size - 1)
-    if recipe.stage > 0:
+    if recipe.stage > 0 and recipe.offload in ("", "cpu"):
         yield replace(recipe, stage=recipe.stage - 1)
     if recipe.accumulation > 1:
         yield replace(recipe, accumulation=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,3 +29,16 @@ def apart(wanted: bool = True) -> Iterator[None]:
 def offloads(zero: Mapping[str, Any]) -> bool:
     """Whether a `zero_optimization` section asks for offload."""
     return any(zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param"))
+
+
+def offload_sections(kind: str) -> dict[str, Any]:
+    """The keys of `zero_optimization` for a kind of offload: cpu, half, param, all; disk, disk_param, disk_all."""
+    place: dict[str, Any] = {"device": "cpu"}
+    if kind.startswith("disk"):
+        place = {"device": "nvme", "nvme_path": os.path.join(tempfile.gettempdir(), "deepspeed-test-swap")}
+    sections: dict[str, Any] = {}
+    if not kind.endswith("param"):
+        sections["offload_optimizer"] = {**place, **({"ratio": 0.5} if kind == "half" else {})}
+    if kind.endswith(("param", "all")):
+        sections["offload_param"] = dict(place)
+    return sections

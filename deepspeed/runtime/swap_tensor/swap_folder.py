@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import shutil
 import socket
 import tempfile
+import time
 import weakref
 from pathlib import Path
 
@@ -34,7 +36,8 @@ BASE = "deepspeed_swap"
 
 _LOCK = "owner.lock"
 _NEW = ".new-"  # a lock that has no folder yet
-_ATTEMPTS = 8
+_ATTEMPTS = 100
+_PAUSE_S = 0.02
 _NETWORK = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "afs", "fuse.sshfs", "glusterfs",
 )  # fmt: skip
@@ -78,14 +81,20 @@ def _make(base: Path, prefix: str) -> tuple[Path, int | None]:
             locked = _lock(handle)
             path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
             if locked:
-                os.rename(fresh, path / _LOCK)
+                try:
+                    os.rename(fresh, path / _LOCK)
+                except FileNotFoundError:  # taken for a leftover before it was locked
+                    os.close(handle)
+                    path.rmdir()
+                    raise
                 return path, handle
             os.close(handle)
             os.unlink(fresh)
             return path, None
-        except FileNotFoundError:  # another process has tidied up in this moment
-            if not attempts_left:
+        except (FileNotFoundError, BlockingIOError, FileExistsError):  # another process has tidied up in this moment
+            if not attempts_left or (base.exists() and not base.is_dir()):
                 raise
+            time.sleep(random.random() * _PAUSE_S)
     raise AssertionError("unreachable")
 
 

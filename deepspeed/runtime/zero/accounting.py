@@ -1,7 +1,8 @@
 """Bytes of model state: what a rank holds at this moment, and what the formula of its stage says it should hold.
 
 Kinds: parameter, gathered, secondary (copies of blocks), gradient, master, optimizer, workspace; and, where states are
-offloaded, host: masters, states and gradients in host memory. The kinds without ``host`` are the device's.
+offloaded, host: masters, states and gradients in host memory, and disk: masters and states in files. The kinds without
+``host`` and ``disk`` are the device's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ def held_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
     """Bytes this rank holds now, by kind. Storages count once."""
     seen: set[tuple[torch.device, int]] = set()
     totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0, "gathered": 0, "secondary": 0}
-    if any(group.offloaded for group in optimizer.groups):
-        totals["host"] = 0
+    totals |= _extra_kinds(optimizer)
 
     def add(kind: str, tensor: torch.Tensor) -> None:
         if tensor.is_sparse:
@@ -39,11 +39,19 @@ def held_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
     if optimizer.sharding is None:
         for _, param in optimizer.frozen:
             add("parameter", param)
-    offloaded = {id(bound.leaf) for group in optimizer.groups if group.offloaded for bound in group.fragments}
+    homes = {
+        id(bound.leaf): "disk" if group.on_disk else "host"
+        for group in optimizer.groups
+        if group.offloaded
+        for bound in group.fragments
+    }
     for leaf, state in list(optimizer.optimizer.state.items()):
         for value in state.values():
-            if isinstance(value, torch.Tensor) and value.dim():
-                add("host" if id(leaf) in offloaded else "optimizer", value)
+            if isinstance(value, torch.Tensor) and value.dim() and homes.get(id(leaf)) != "disk":
+                add(homes.get(id(leaf), "optimizer"), value)
+    if optimizer.disk_states is not None:
+        totals["host"] += optimizer.disk_states.store.host_nbytes
+        totals["disk"] += optimizer.disk_states.store.nbytes
     totals["workspace"] = optimizer.workspace.nbytes
     return totals
 
@@ -53,8 +61,7 @@ def expected_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
     width = _state_width(optimizer)
     placement = optimizer.placement
     totals = {"parameter": 0, "gradient": 0, "master": 0, "optimizer": 0}
-    if any(group.offloaded for group in optimizer.groups):
-        totals["host"] = 0
+    totals |= _extra_kinds(optimizer)
     for group in optimizer.groups:
         numel = group.layout.param_numel
         share = group.world
@@ -62,7 +69,8 @@ def expected_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
         totals["parameter"] += numel * group.dtype.itemsize // (share if placement.parameter_sharded else 1)
         states = int(width * numel * group.master_dtype.itemsize) // share
         if group.offloaded:
-            totals["host"] += states + numel * (group.master_dtype.itemsize + group.accum_dtype.itemsize) // share
+            totals["disk" if group.on_disk else "host"] += states + numel * group.master_dtype.itemsize // share
+            totals["host"] += numel * group.accum_dtype.itemsize // share
             if group.sharded and not placement.reduces_every_backward:
                 totals["gradient"] += numel * piled
             continue
@@ -78,6 +86,11 @@ def expected_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
     if optimizer.sharding is not None and optimizer.sharding.secondary_ranks:
         totals["secondary"] = totals["parameter"] * share // optimizer.sharding.secondary_ranks
     return totals
+
+
+def _extra_kinds(optimizer: ZeroOptimizer) -> dict[str, int]:
+    kinds = {"host": 0} if any(group.offloaded for group in optimizer.groups) else {}
+    return kinds | ({"disk": 0} if optimizer.disk_states is not None else {})
 
 
 def _state_width(optimizer: ZeroOptimizer) -> float:

@@ -10,7 +10,7 @@ units travel to the device. Does not own: the order of units, publishing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,7 +20,6 @@ from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.host_store import HostMemory
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.zero.shard_group import BoundFragment
     from deepspeed.runtime.zero.stepper import Unit
 
 # (leaf, its gradient in any float dtype, where the new value goes rounded)
@@ -60,11 +59,11 @@ class FusedUpdate:
         group = unit.group
         staged = self._stage(unit) if group.offloaded and not group.model_on_host else None
         rows: list[Row] = []
-        for bound, place in _placed(unit):
+        for bound in unit.fragments:
             grad = group.grad_of(bound) if touched[bound.position] else None
             out: torch.Tensor | None = None if group.aliased else bound.model
             if staged is not None:
-                out = staged.narrow(0, place, bound.fragment.numel).view(bound.leaf.shape)
+                out = unit.part(bound, staged)
             if grad is not None:
                 rows.append((bound.leaf, grad, out))
             elif staged is not None and out is not None:
@@ -99,21 +98,9 @@ class FusedUpdate:
                 piece = staged.narrow(0, at, segment.piece_numel)
                 group.model_piece(segment).copy_(piece, non_blocking=True)
         else:
-            for bound, place in _placed(unit):
-                view = staged.narrow(0, place, bound.fragment.numel)
-                bound.model.copy_(view.view(bound.leaf.shape), non_blocking=True)
+            for bound in unit.fragments:
+                bound.model.copy_(unit.part(bound, staged), non_blocking=True)
         self._stages[id(group.host)].sent()
-
-
-def _placed(unit: Unit) -> Iterator[tuple[BoundFragment, int]]:
-    """The fragments of ``unit``, each with its first element in a buffer of the unit."""
-    at = 0
-    for bound in unit.fragments:
-        numel = bound.fragment.numel
-        if unit.group.sharded:
-            at = bound.fragment.shard_start - unit.shard_start if numel else 0
-        yield bound, at
-        at += numel
 
 
 class _Stages:

@@ -25,11 +25,13 @@ from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
+from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
 from deepspeed.runtime.zero import accounting
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.admission import refuse_unsuited
 from deepspeed.runtime.zero.bucket import Workspace, part_nbytes
 from deepspeed.runtime.zero.diagnose import first_non_finite, unread_gradients
+from deepspeed.runtime.zero.disk_states import DiskStates
 from deepspeed.runtime.zero.gather import ShardPublisher
 from deepspeed.runtime.zero.hooks import BackwardWatch
 from deepspeed.runtime.zero.layout import ShardLayout
@@ -61,6 +63,8 @@ class OffloadOptions:
     pin: bool = True
     ratio: float = 1.0
     unit_numel: int = 1 << 25
+    # Makes the store that masters and states go to instead, with buffers of so many bytes.
+    disk: Callable[[int], NvmeStore] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.options = options or ZeroOptions()
         self.loss_scaler = scaler
         self.clip_grad = self.options.clip
+        self.disk_states: DiskStates | None = None
         self.overflow = False
         self.norm: float | None = None  # of the last boundary: unscaled, global, before clipping
         self.clip_coefficient = 1.0
@@ -181,7 +186,7 @@ class ZeroOptimizer(ZeROOptimizer):
     ) -> list[tuple[list[nn.Parameter], HostMemory | None]]:
         """``run`` in the parts whose states live on the device and in host memory."""
         offload = self.options.offload
-        if offload is None or self.host is None or not is_apart(device):
+        if offload is None or self.host is None or not (is_apart(device) or offload.disk):
             return [(run, None)]
         stays = (1.0 - offload.ratio) * sum(param.numel() for param in run)
         near: list[nn.Parameter] = []
@@ -226,6 +231,7 @@ class ZeroOptimizer(ZeROOptimizer):
             world=world,
             by_rows=by_rows,
             host=host,
+            on_disk=host is not None and self.options.offload is not None and self.options.offload.disk is not None,
         )
         return ShardGroup(spec, self._layout(spec, [len(block) for block in blocks]), self.sharding)
 
@@ -327,6 +333,12 @@ class ZeroOptimizer(ZeROOptimizer):
             split=self.options.elementwise,
             offload_numel=self.options.offload.unit_numel if self.options.offload is not None else 0,
         )
+        offload = self.options.offload
+        if offload is not None and offload.disk is not None:
+            sizes = [unit.numel * unit.group.master_dtype.itemsize for unit in self.stepper.units]
+            store = offload.disk(max(sizes, default=1))
+            self.disk_states = DiskStates(store, self.optimizer, self.stepper.units, self.disk_states)
+            self.stepper.disk = self.disk_states
         self.watch = BackwardWatch(
             self.reducer,
             should_reduce=lambda: self.should_reduce(),
@@ -336,6 +348,11 @@ class ZeroOptimizer(ZeROOptimizer):
             hook_parameters=sends
             or any(group.accum_dtype != group.dtype or group.offloaded for group in self.groups),
         )
+
+    def settle_states(self, bounds: Sequence[BoundFragment]) -> None:
+        """Base-optimizer states of these fragments, just made or loaded, go where their group keeps them."""
+        if self.disk_states is not None:
+            self.disk_states.settle(bounds)
 
     def adopt_unfrozen(self) -> list[str]:
         """Take up parameters of the optimizer's groups that have become trainable; call between windows only.
@@ -583,6 +600,8 @@ class ZeroOptimizer(ZeROOptimizer):
             if not group.sharded:
                 group.push_masters()
                 continue
+            if group.on_disk:
+                group.push_masters()
             for segment in group.layout.segments:
                 if group.master is not None:
                     piece = group.master.narrow(0, segment.shard_start, segment.piece_numel)
@@ -624,6 +643,8 @@ class ZeroOptimizer(ZeROOptimizer):
         if not self.groups:
             return
         self.watch.remove()
+        if self.disk_states is not None:
+            self.disk_states.close()
         for group in self.groups:
             for param in group.params:
                 if hasattr(param, "_ds_zero_owner"):

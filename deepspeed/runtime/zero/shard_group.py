@@ -30,7 +30,7 @@ from deepspeed.runtime.swap_tensor.host_store import HOST, HostMemory
 from deepspeed.runtime.zero.layout import Fragment, Segment, ShardLayout
 from deepspeed.runtime.zero.meta_parameters import is_one_value
 from deepspeed.runtime.zero.param_block import ParamBlock, Place, contiguous_stride
-from deepspeed.runtime.zero.sharded_parameter import block_of
+from deepspeed.runtime.zero.sharded_parameter import block_of, placeholder
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.sharded_module import ShardedModule
@@ -67,6 +67,7 @@ class GroupSpec:
     world: int  # ranks the state is sharded over; 1 = replicated
     by_rows: bool = False  # replicated embeddings whose gradients travel as touched rows
     host: HostMemory | None = None  # masters, states and reduced gradients live there; None: on the device
+    on_disk: bool = False  # masters and states go to files instead (``disk_states.py``)
 
 
 class ShardGroup:
@@ -91,6 +92,7 @@ class ShardGroup:
         self.master_dtype, self.accum_dtype, self.comm_dtype = spec.master_dtype, spec.accum_dtype, spec.comm_dtype
         self.host = spec.host
         self.offloaded = spec.host is not None
+        self.on_disk = spec.on_disk
         self.state_device = HOST if self.offloaded else self.device
         self.aliased = self.master_dtype == self.dtype and not self.offloaded
         self.by_rows = spec.by_rows
@@ -103,14 +105,14 @@ class ShardGroup:
         # The gradient shard in accum dtype, a 1D piece per segment, made when that segment is first reduced: by then
         # the full gradients of its bucket are gone.
         self.grads: list[torch.Tensor | None] = [None] * len(layout.segments)
-        self.master: torch.Tensor | None = None  # 1D shard; None when aliased
+        self.master: torch.Tensor | None = None  # 1D shard; None when aliased or on disk
         self.accum: list[torch.Tensor | None] = [None] * len(self.params)
         self._host_grads: torch.Tensor | None = None  # 1D, of a replicated group whose states live in host memory
         if sharding is not None:
             self._shard(sharding)
         elif self.sharded:
             self._flatten()
-        if not self.aliased:  # also on a rank that owns nothing but padding
+        if not self.aliased and not self.on_disk:  # also on a rank that owns nothing but padding
             self.master = self._state_zeros(layout.shard_numel, self.master_dtype)
         self._starts = [segment.shard_start for segment in layout.segments]
         self.fragments = [self._bind(fragment) for fragment in layout.fragments(self.rank if self.sharded else 0)]
@@ -195,6 +197,9 @@ class ShardGroup:
             return BoundFragment(
                 param, fragment.index, fragment, nn.Parameter(model, requires_grad=True), model, segment
             )
+        if self.on_disk:
+            away = placeholder(model.shape, self.master_dtype, HOST)
+            return BoundFragment(param, fragment.index, fragment, nn.Parameter(away), model, segment)
         assert self.master is not None
         held = self.master.narrow(0, fragment.shard_start, fragment.numel)
         if whole:
@@ -285,9 +290,9 @@ class ShardGroup:
     @torch.no_grad()
     def push_masters(self, fragments: Sequence[BoundFragment] | None = None) -> None:
         """Cast masters into the model's own elements (nothing to do when aliased)."""
-        if self.aliased or not self.fragments:
-            return
         chosen = self.fragments if fragments is None else fragments
+        if self.aliased or not chosen:
+            return
         models, masters = [bound.model for bound in chosen], [bound.leaf.detach() for bound in chosen]
         torch._foreach_copy_(models, masters, non_blocking=self.offloaded)
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.runtime.zero.bucket import Workspace
-from deepspeed.runtime.zero.fused_update import FusedUpdate
+from deepspeed.runtime.zero.disk_states import DiskStates
+from deepspeed.runtime.zero.fused_update import FusedUpdate, rows_of
 from deepspeed.runtime.zero.layout import Segment
 from deepspeed.runtime.zero.norm import BoundaryFacts
 from deepspeed.runtime.zero.publish import Publisher
@@ -35,7 +36,13 @@ class Unit:
     fragments: list[BoundFragment]
     segments: list[Segment]
     shard_start: int
-    numel: int
+    numel: int  # from shard_start on, padding included
+
+    def part(self, bound: BoundFragment, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of ``bound`` in a tensor laid out like the unit's masters, in the leaf's shape."""
+        fragment = bound.fragment
+        start = fragment.shard_start - self.shard_start if fragment.numel else 0
+        return whole.narrow(0, start, fragment.numel).view(bound.leaf.shape)
 
 
 class InlineStepper:
@@ -61,6 +68,7 @@ class InlineStepper:
         # ``split``: the base optimizer may be called once per unit (its update of one leaf does not look at others).
         self.split = split
         self.units = [unit for number, group in enumerate(self.groups) for unit in self._units(number, group)]
+        self.disk: DiskStates | None = None  # of the units whose masters and states are in files
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -84,7 +92,7 @@ class InlineStepper:
         """One optimizer step. Gradients are multiplied by ``scale`` (unscale, clip, op) on the way."""
         # Gradients used where they lie go first, in one call: a later call must not find them on their leaves again.
         left = [unit for unit in self.units if not self._update_fused(unit, facts, scale)]
-        in_place = [unit for unit in left if self._in_place(unit, facts)]
+        in_place = [unit for unit in left if self._in_place(unit, facts) and not unit.group.on_disk]
         for unit in in_place:
             self._hand_over(unit, facts, scale)
         self._apply(in_place)
@@ -93,10 +101,23 @@ class InlineStepper:
             if id(unit) not in chosen and not self._step_in_slices(unit, facts, scale):
                 self._hand_over(unit, facts, scale)
                 self._apply([unit])
+                if self.disk is not None:
+                    self.disk.settle_unit(unit)
+        if self.disk is not None:
+            self.disk.finish()
         self.publisher.wait()
 
     def _update_fused(self, unit: Unit, facts: BoundaryFacts, scale: float) -> bool:
-        if not self.fused.update(unit, facts.touched[unit.number], scale):
+        touched = facts.touched[unit.number]
+        if self.disk is not None and self.disk.holds(unit):
+            if rows_of(self.base) is None:
+                return False
+            with self.disk.at_hand(unit):
+                done = self.fused.update(unit, touched, scale)
+            self.disk.settle_unit(unit)
+        else:
+            done = self.fused.update(unit, touched, scale)
+        if not done:
             return False
         for bound in unit.fragments:
             bound.leaf.grad = None
@@ -156,9 +177,10 @@ class InlineStepper:
             if not group.sharded:
                 self._finish_replicated(unit)
                 continue
+            if group.on_disk:
+                group.push_masters(unit.fragments)
             for segment in unit.segments:
-                if not group.aliased:
-                    assert group.master is not None
+                if group.master is not None:
                     piece = group.master.narrow(0, segment.shard_start, segment.piece_numel)
                     group.model_piece(segment).copy_(piece, non_blocking=group.offloaded)
                 self.publisher.publish(group, segment)
@@ -255,9 +277,13 @@ def _units_by_segment(number: int, group: ShardGroup, limit: int | None) -> list
 def _units_by_parameter(number: int, group: ShardGroup, limit: int | None) -> list[Unit]:
     units: list[Unit] = []
     for bound in group.fragments:
-        numel = bound.fragment.numel
-        if not units or (limit is not None and units[-1].numel + numel > limit):
+        fragment = bound.fragment
+        if not units:
             units.append(Unit(group, number, [], [], 0, 0))
+        start, end = fragment.shard_start, fragment.shard_start + fragment.numel
+        if limit is not None and units[-1].numel and fragment.numel and end - units[-1].shard_start > limit:
+            units.append(Unit(group, number, [], [], start, 0))
         units[-1].fragments.append(bound)
-        units[-1].numel += numel
+        if fragment.numel:
+            units[-1].numel = end - units[-1].shard_start
     return units
