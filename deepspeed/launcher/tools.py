@@ -52,16 +52,6 @@ def ds_elastic() -> NoReturn:
     _refuse("ds_elastic", "choose train_batch_size so that every number of workers you may get divides it")
 
 
-def ds_io() -> NoReturn:
-    """Entry of ds_io."""
-    _refuse("ds_io", "to measure a disk use fio (direct=1, block size 1M, queue depth 32)")
-
-
-def ds_nvme_tune() -> NoReturn:
-    """Entry of ds_nvme_tune."""
-    _refuse("ds_nvme_tune", "offload to NVMe, whose settings it would search, is not available either")
-
-
 def ds_bench() -> NoReturn:
     """Entry of ds_bench."""
     _refuse("ds_bench", "the benchmarks are in the source tree: make bench")

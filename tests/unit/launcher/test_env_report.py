@@ -154,7 +154,7 @@ def test_console_scripts_exist_under_the_names_users_know() -> None:
         assert callable(getattr(importlib.import_module(module), function))
 
 
-@pytest.mark.parametrize("entry", (tools.ds_elastic, tools.ds_io, tools.ds_nvme_tune, tools.ds_bench))
+@pytest.mark.parametrize("entry", (tools.ds_elastic, tools.ds_bench))
 def test_commands_of_features_that_are_not_there_say_so(
     entry: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
