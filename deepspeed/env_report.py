@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -52,21 +52,27 @@ _TOOLS = {
     "mpirun": "deepspeed --launcher openmpi, mpich, impi",
     "srun": "deepspeed --launcher slurm",
     "numactl": "memory binding with --bind_cores_to_rank",
-    "c++": "building native ops",
+    "c++": "building native ops (without it torch's kernels are used)",
 }
 _NOT_IN_THIS_VERSION = (
-    "async_io", "deepspeed_shm_comm", "fp_quantizer", "gds", "pin_memory", "quantizer", "ragged_ops", "random_ltd",
-    "sparse_attn", "spatial_inference", "transformer", "transformer_inference",
+    "fp_quantizer", "gds", "quantizer", "ragged_ops", "random_ltd", "sparse_attn", "spatial_inference", "transformer",
+    "transformer_inference",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OpRow:
-    """One op: the implementation used on this host (None: it cannot run), and why the others are not."""
+    """One op: the implementation used on this host (None: it cannot run), and why the others are not.
+
+    ``library``: file of the native library it uses; None when it uses none. ``build_seconds``: time this report took to
+    compile that file; 0 when it was there.
+    """
 
     name: str
     implementation: str | None
     others: dict[str, str] = field(default_factory=dict)
+    library: str | None = None
+    build_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -316,37 +322,37 @@ def installed_cann_version() -> str | None:
 
 
 def _ops(accelerator: str) -> list[OpRow]:
-    """Optimizer ops: torch's kernels, tried here with one element each."""
-    native = {"a native kernel": "none in this version"}
+    """What the op registry chooses, tried: native libraries are built and loaded."""
+    from deepspeed.ops.registry import OPS
+
     rows = []
-    for name, optimizer, device in (
-        ("fused_adam", "AdamW", accelerator),
-        ("cpu_adam", "AdamW", "cpu"),
-        ("cpu_adagrad", "Adagrad", "cpu"),
-    ):
-        problem = _fused_problem(optimizer, device)
-        if problem is None:
-            rows.append(OpRow(name, f"torch fused {optimizer} on {device}", native))
-        else:
-            others = {**native, f"torch fused {optimizer} on {device}": problem}
-            rows.append(OpRow(name, None, others))
-    rows += [OpRow(name, "torch foreach operations", native) for name in ("fused_lion", "cpu_lion", "fused_lamb")]
+    for op in OPS.values():
+        device = accelerator if op.name.startswith("fused_") else "cpu"
+        used, others, file, seconds = None, {}, None, 0.0
+        for way in op.implementations:
+            if used is not None:
+                others[way.name] = f"{used} is taken before it"
+                continue
+            found, took = _library(way.library) if way.library else (None, 0.0)
+            problem = way.why_not(op.name, device)
+            if problem:
+                others[way.name] = problem.splitlines()[0]
+            else:
+                used, file, seconds = way.name, found, took
+        rows.append(OpRow(op.name, used, others, file, seconds))
     rows += [OpRow(name, None, {"any implementation": "not part of this version"}) for name in _NOT_IN_THIS_VERSION]
     return rows
 
 
-def _fused_problem(optimizer: str, device: str) -> str | None:
-    """Why torch's fused optimizer does not work on the device; None when it does."""
-    import torch
+def _library(name: str) -> tuple[str | None, float]:
+    """The file of a native library and the seconds it took to build; None where it cannot be built."""
+    from deepspeed.native import build
 
     try:
-        parameter = torch.ones(1, device=device, requires_grad=True)
-        parameter.grad = torch.ones_like(parameter)
-        make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, optimizer)
-        make([parameter], lr=0.1, fused=True).step()
-    except (RuntimeError, TypeError, ValueError) as problem:
-        return f"{type(problem).__name__}: {problem}".splitlines()[0]
-    return None
+        built = build.build(name)
+    except (build.NativeUnavailable, ValueError):
+        return None, 0.0
+    return str(built.path), built.seconds
 
 
 # --- printing
@@ -379,10 +385,15 @@ def _print_ops(report: Report, verbose: bool) -> None:
         if row.name in _NOT_IN_THIS_VERSION:
             continue
         mark = _coloured("[OKAY]", GREEN) if row.implementation else _coloured("[NO]", RED)
-        _line(row.name, f"{mark} {row.implementation or ''}".rstrip())
+        state = f", {_built(row)}" if row.library else ""
+        _line(row.name, f"{mark} {row.implementation or ''}{state}".rstrip())
         for other, reason in row.others.items() if verbose else ():
             print(f"    not {other}: {reason}")
     _line("not part of this version", ", ".join(_NOT_IN_THIS_VERSION))
+
+
+def _built(row: OpRow) -> str:
+    return f"built in {row.build_seconds:.1f} s: {row.library}" if row.build_seconds else f"built: {row.library}"
 
 
 def debug_report() -> None:

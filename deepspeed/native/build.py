@@ -33,9 +33,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.native.isa import Isa, choose
+from deepspeed.native.isa import Isa, choose, for_this_machine
 
-__all__ = ["LIBRARIES", "Built", "NativeUnavailable", "build", "cache_folder", "find_compiler", "load", "switched_off"]
+__all__ = ["LIBRARIES", "Built", "NativeUnavailable", "build", "build_package", "cache_folder", "find_compiler", "load",
+           "switched_off"]  # fmt: skip
 
 _HERE = Path(__file__).parent
 SOURCES = _HERE / "csrc"
@@ -104,7 +105,7 @@ def build(name: str) -> Built:
         raise NativeUnavailable(f"native library {name!r}: {reason}")
     isa = choose()
     source = SOURCES / f"{name}.cpp"
-    flags = [*_FLAGS, *isa.flags, *LIBRARIES[name], *shlex.split(os.environ.get("DS_NATIVE_FLAGS", ""))]
+    flags = [*_flags(name, isa), *shlex.split(os.environ.get("DS_NATIVE_FLAGS", ""))]
     packaged = PACKAGED / f"{name}-{isa.name}-{_digest(source, flags, '')}.so"
     if packaged.is_file():
         return Built(packaged, isa, 0.0)
@@ -120,6 +121,27 @@ def build(name: str) -> Built:
         if target.is_file():  # another process built it while this one waited
             return Built(target, isa, 0.0)
         return Built(target, isa, _compile(name, compiler, flags, source, target))
+
+
+def build_package(folder: Path) -> list[Path]:
+    """Compile every library for every instruction set of this kind of machine into `folder`: what a wheel carries.
+
+    Raises:
+        NativeUnavailable: no compiler, or it failed.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeUnavailable("no C++ compiler found (looked for $CXX, c++, g++, clang++); install one")
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for name in LIBRARIES:
+        source = SOURCES / f"{name}.cpp"
+        for isa in for_this_machine():
+            target = folder / f"{name}-{isa.name}-{_digest(source, _flags(name, isa), '')}.so"
+            if not target.is_file():
+                _compile(name, compiler, _flags(name, isa), source, target)
+            made.append(target)
+    return made
 
 
 def find_compiler() -> str | None:
@@ -158,6 +180,10 @@ def switched_off(name: str) -> str:
         if value:
             return ""  # the more special variable wins
     return ""
+
+
+def _flags(name: str, isa: Isa) -> list[str]:
+    return [*_FLAGS, *isa.flags, *LIBRARIES[name]]
 
 
 def _digest(source: Path, flags: list[str], compiler: str) -> str:

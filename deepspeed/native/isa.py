@@ -12,7 +12,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["ISAS", "Isa", "choose", "cpu_features", "runnable"]
+__all__ = ["ISAS", "Isa", "choose", "cpu_features", "for_this_machine", "runnable"]
 
 _X86 = ("x86_64", "amd64")
 _ARM = ("aarch64", "arm64")
@@ -66,6 +66,11 @@ def _features_from_torch() -> frozenset[str]:
     return ISAS[1].needs if capability == "AVX2" else frozenset()
 
 
+def for_this_machine() -> list[Isa]:
+    """The variants of this kind of machine, best first, whether or not this CPU can run them."""
+    return [isa for isa in ISAS if not isa.machines or platform.machine().lower() in isa.machines]
+
+
 def runnable(isa: Isa, *, machine: Callable[[], str] = platform.machine) -> bool:
     """Whether this CPU has all that the variant needs."""
     return (not isa.machines or machine().lower() in isa.machines) and isa.needs <= cpu_features()
@@ -80,7 +85,7 @@ def choose() -> Isa:
     asked = os.environ.get("DS_ISA", "").strip().lower()
     if not asked:
         return next(isa for isa in ISAS if runnable(isa))
-    known = [isa for isa in ISAS if not isa.machines or platform.machine().lower() in isa.machines]
+    known = for_this_machine()
     for isa in known:
         if isa.name == asked:
             return isa

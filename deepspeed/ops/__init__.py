@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from deepspeed.ops import adam as adam
     from deepspeed.ops import lamb as lamb
     from deepspeed.ops import lion as lion
+    from deepspeed.ops import op_builder as op_builder
+    from deepspeed.ops import registry as registry
 
-_SUBPACKAGES = ("adagrad", "adam", "lamb", "lion")
+_SUBPACKAGES = ("adagrad", "adam", "aio", "lamb", "lion", "op_builder", "registry")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -103,6 +103,11 @@ class DeepSpeedCPUAdagrad(RowOptimizer):
         squares[where] = rows[2]
 
 
+def adagrad_update(lr: float, eps: float, weight_decay: float, row: Row) -> None:
+    """The update in torch of one row [param, grad, sum of squares] of any dtype and layout, in place."""
+    run_staged(_Adagrad(lr, eps, weight_decay), row)
+
+
 @dataclass(frozen=True)
 class _Adagrad:
     lr: float

@@ -132,6 +132,12 @@ def adam_update_pairs(optimizer: StateOptimizer, pairs: Iterable[Pair], rule: Ad
         _Fused(rule, _step_tensor(rule, step, columns[0][0].device))(columns)
 
 
+def adam_update_columns(rule: AdamRule, step: int, columns: list[list[torch.Tensor]]) -> None:
+    """Update rows of any dtype and layout at one step; columns: [params, grads, exp_avgs, exp_avg_sqs]."""
+    for row in zip(*columns, strict=True):
+        run_staged(_Fused(rule, _step_tensor(rule, step, row[0].device)), list(row))
+
+
 def _make_state(optimizer: StateOptimizer, param: torch.Tensor, state: dict[str, Any], amsgrad: bool) -> None:
     optimizer.check_param(param)
     state["step"] = 0

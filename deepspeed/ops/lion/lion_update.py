@@ -58,6 +58,11 @@ def lion_update_pairs(optimizer: StateOptimizer, group: dict[str, Any], pairs: I
             run_direct(kernel, batch)
 
 
+def lion_update_row(lr: float, beta1: float, beta2: float, weight_decay: float, row: Row) -> None:
+    """The update of one row [param, grad, momentum] of any dtype and layout, in place."""
+    run_staged(_Lion(lr, beta1, beta2, weight_decay), row)
+
+
 @dataclass(frozen=True)
 class _Lion:
     lr: float

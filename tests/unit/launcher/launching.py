@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from deepspeed.native.build import cache_folder
+
 ROOT = Path(__file__).resolve().parents[3]
 # Set by launchers, schedulers and the suite itself; a run started by a test must not see them.
 _FOREIGN = (
@@ -36,6 +38,7 @@ def clean_environment(home: Path, extra: Mapping[str, str] | None = None) -> dic
     """This process's environment with an empty home, the package on the path, and ``extra``."""
     environment = {name: content for name, content in os.environ.items() if name not in _FOREIGN}
     environment.update(HOME=str(home), DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+    environment.setdefault("DS_NATIVE_CACHE", str(cache_folder()))  # an empty home would compile everything again
     environment.update(extra or {})
     return environment
 

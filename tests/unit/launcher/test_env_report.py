@@ -15,6 +15,7 @@ import torch
 
 from deepspeed import env_report, git_version_info
 from deepspeed.launcher import tools
+from deepspeed.ops.registry import OPS
 from tests.unit.launcher.launching import ROOT, Folder
 
 if sys.version_info >= (3, 11):
@@ -47,14 +48,31 @@ def test_report_as_json_holds_the_facts_of_this_host(folder: Folder) -> None:
     assert "gloo" in report["communication_backends"]
     assert 0 < report["memory"]["available"] <= report["memory"]["limit"] <= report["memory"]["host"]
     ops = {row["name"]: row for row in report["ops"]}
-    assert ops["cpu_adam"]["implementation"] == "torch fused AdamW on cpu"
-    assert ops["async_io"] == {
-        "name": "async_io",
-        "implementation": None,
-        "others": {"any implementation": "not part of this version"},
-    }
+    assert set(OPS) < set(ops)
+    for name in ("cpu_adam", "fused_adam"):
+        row = ops[name]
+        if row["implementation"] == "native kernel":
+            assert Path(row["library"]).is_file()
+            assert row["others"] == {"torch fused AdamW": "native kernel is taken before it"}
+        else:
+            assert row["implementation"] == "torch fused AdamW"
+            assert row["others"]["native kernel"]
+    assert (ops["gds"]["implementation"], ops["gds"]["library"]) == (None, None)
+    assert ops["gds"]["others"] == {"any implementation": "not part of this version"}
     assert report["complete"]
     assert report["required"] == []
+
+
+def test_ops_without_a_compiler_are_done_by_torch_and_the_report_says_why(folder: Folder) -> None:
+    command = [sys.executable, "-m", "deepspeed.env_report", "--json"]
+    extra = {"DS_NATIVE_CACHE": str(folder.path / "new"), "CXX": "no-such-compiler"}
+    done = folder.launch(command=command, extra=extra)
+    assert done.returncode == 0, done.stderr
+    ops = {row["name"]: row for row in json.loads(done.stdout)["ops"]}
+    assert ops["cpu_adam"]["implementation"] == "torch fused AdamW"
+    assert "no C++ compiler found" in ops["cpu_adam"]["others"]["native kernel"]
+    assert ops["async_io"]["implementation"] == "Python threads"
+    assert "no C++ compiler found" in ops["async_io"]["others"]["native library"]
 
 
 def test_text_report_has_all_parts_and_no_colour_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +92,7 @@ def test_parts_can_be_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     assert "only for" not in text
     assert "host memory" in text
     env_report.op_report(verbose=False)
-    assert "none in this version" not in capsys.readouterr().out
+    assert "is taken before it" not in capsys.readouterr().out
     env_report.debug_report()
     assert "cpu_adam" not in capsys.readouterr().out
 
