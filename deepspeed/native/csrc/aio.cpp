@@ -278,6 +278,11 @@ struct ds_aio {
     work.notify_one();
   }
 
+  // Nothing behind a failure is moved. What lies before it is: the first byte that is missing is to be found.
+  static bool is_doomed(const Block *block) {
+    return block->transfer->code && block->offset > block->transfer->bad_offset;
+  }
+
   void finish_locked(Block *block, int64_t code) {
     Transfer *transfer = block->transfer;
     if (code && (!transfer->code || block->offset < transfer->bad_offset)) {
@@ -323,7 +328,7 @@ struct ds_aio {
       if (for_pool.empty()) break;
       Block *block = for_pool.front();
       for_pool.pop_front();
-      bool doomed = block->transfer->code != 0;
+      bool doomed = is_doomed(block);
       hold.unlock();
       int64_t code = doomed ? 0 : move(block, &bounce);
       hold.lock();
@@ -388,7 +393,7 @@ struct ds_aio {
         while (may_add && in_flight < depth && !for_ring.empty()) {
           Block *block = for_ring.front();
           for_ring.pop_front();
-          if (block->transfer->code) {
+          if (is_doomed(block)) {
             finish_locked(block, 0);
             continue;
           }
