@@ -207,6 +207,7 @@ class OptimizerPlan:
                 restored = {key: _restored(key, extents, plan) for key, extents in plan.states.items()}
                 if restored:
                     base.state[leaf] = restored
+                    optimizer.settle_states([plan.bound])
 
 
 def _restored(key: str, extents: list[Extent], plan: FragmentPlan) -> Any:

@@ -60,6 +60,7 @@ def load_hp_checkpoint_state(
             value = cut(_name(owner, self), entry, self.shape, tp_rank, tp_world_size)
         for bound in owner.bound_to(self):
             _put(owner.optimizer, bound, path.stem, value)
+            owner.settle_states([bound])
     return step
 
 

@@ -95,6 +95,8 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
             continue  # what is updated at a time
         if zero.stage == 3 and not _is_off(zero, name, getattr(zero, name)):
             yield f"{report.written('zero_optimization.' + name)} has no effect: {why}"
+    if offloads or not _is_off(zero, "offload_param", zero.offload_param):
+        yield from _offload_without_effect(zero)
     if zero.stage == 3 and zero.zeropp_loco_param and not zero.zero_quantized_gradients:
         yield (
             "zero_optimization.zeropp_loco_param has no effect: it needs "
@@ -138,6 +140,29 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
         yield f"vocabulary_size: {s.vocabulary_size} is no multiple of 8, which tensor cores prefer"
     if zero.elastic_checkpoint and zero.stage in (1, 2):
         yield "zero_optimization.elastic_checkpoint has no effect: checkpoints record their layout instead"
+
+
+_FILES = "it needs device nvme"
+_MAPPED = "shards at device nvme are mapped files, of which the system keeps in memory what is free"
+_OFFLOAD_KEYS: dict[tuple[str, str], dict[str, str]] = {
+    ("offload_optimizer", "cpu"): dict.fromkeys(
+        ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"), _FILES
+    ),
+    ("offload_optimizer", "nvme"): {"fast_init": "room in files is reserved, and nothing is written to make them"},
+    ("offload_param", "cpu"): dict.fromkeys(("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"), _FILES),
+    ("offload_param", "nvme"): dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu", "pin_memory"), _MAPPED),
+}
+"""(section, device) -> key that changes nothing there -> why."""
+
+
+def _offload_without_effect(zero: Any) -> Iterator[str]:
+    for (name, device), keys in _OFFLOAD_KEYS.items():
+        section = getattr(zero, name)
+        if section is None or section.device != device:
+            continue
+        for key, why in keys.items():
+            if key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default:
+                yield f"zero_optimization.{name}.{key} has no effect: {why}"
 
 
 def _is_off(zero: Any, name: str, value: Any) -> bool:

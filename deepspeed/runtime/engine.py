@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from deepspeed.runtime.optimizer_protocol import EngineOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy, cast_floating
 from deepspeed.runtime.scheduler_step import refuse_step_without
 from deepspeed.runtime.summary import describe
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.logging import log_dist
 
@@ -461,6 +462,32 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         """Release every gathered parameter that no graph needs; does nothing below stage 3."""
         if self.parameter_offload is not None:
             self.parameter_offload.empty_partition_cache()
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory until :meth:`reload_states`; see ``zero/offload_states.py``.
+
+        Raises AssertionError without an optimizer, or where ``offload_param`` keeps weights off the device anyway.
+        """
+        optimizer = self.zero_optimizer
+        if optimizer is None:
+            raise AssertionError("offload_states: this engine has no optimizer, so there are no states to move")
+        if optimizer.sharding is not None and optimizer.sharding.host is not None:
+            raise AssertionError(
+                "offload_states: zero_optimization.offload_param keeps the weights off the device already; use one of "
+                "the two"
+            )
+        optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move everything back that :meth:`offload_states` has moved."""
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.reload_states(non_blocking)
 
     def summary(self) -> dict[str, Any]:
         """What this run is, as plain data: batch, stage, dtypes, parallel sizes, bytes per rank. See ``summary.py``."""

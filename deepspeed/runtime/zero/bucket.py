@@ -61,6 +61,10 @@ class Workspace:
                 self._storage = torch.empty(self.stride * self.count, dtype=torch.uint8, device=self.device)
         return self._storage
 
+    def drop(self) -> None:
+        """Let go of the kept bytes; the next use makes them again."""
+        self._storage = None
+
     def lend(self, buffers: list[torch.Tensor]) -> None:
         """What ``take`` may hand out until the next ``lend``, in place of fresh memory; nobody else may hold it.
 
@@ -187,6 +191,10 @@ class Bucket:
             if remember:
                 self._views[buffer.data_ptr()] = views
         return views
+
+    def forget_views(self) -> None:
+        """The buffers seen so far are gone."""
+        self._views.clear()
 
     def fill(self, buffer: torch.Tensor, sources: list[torch.Tensor | None], *, remember: bool = True) -> None:
         """Copy each slot's part of its parameter's gradient into ``buffer``; absent ones and padding become zero."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ from deepspeed.runtime.zero.hooks import BackwardWatch
 from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.local_grads import LocalGrads, Reducer
 from deepspeed.runtime.zero.norm import BoundaryFacts, boundary_facts, clip_coefficient
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_states import StatesAway, offload_zero_states, reload_zero_states
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.publish import ParamPublisher, Publisher
 from deepspeed.runtime.zero.reduce import GradReducer, ReduceOptions
@@ -137,6 +139,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.loss_scaler = scaler
         self.clip_grad = self.options.clip
         self.disk_states: DiskStates | None = None
+        self.away = StatesAway()
         self.overflow = False
         self.norm: float | None = None  # of the last boundary: unscaled, global, before clipping
         self.clip_coefficient = 1.0
@@ -402,6 +405,7 @@ class ZeroOptimizer(ZeROOptimizer):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of ``loss`` (already divided for accumulation); gradients go where the placement says."""
         self._refuse_if_destroyed()
+        self.away.refuse("backward")
         self.watch.begin_managed()
         try:
             with self.sharding.gatherer.tracking() if self.sharding is not None else contextlib.nullcontext():
@@ -482,6 +486,7 @@ class ZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("optimizer.step(closure) is not supported: run forward and backward before step()")
+        self.away.refuse("step")
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "step() under torch.inference_mode(): weights and optimizer states made there can never be trained "
@@ -608,6 +613,20 @@ class ZeroOptimizer(ZeROOptimizer):
                     group.model_piece(segment).copy_(piece)
                 self.publisher.publish(group, segment)
         self.publisher.wait()
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """See :func:`offload_states.offload_zero_states`."""
+        offload_zero_states(self, include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """See :func:`offload_states.reload_zero_states`."""
+        reload_zero_states(self, non_blocking)
 
     # ---- accounting ------------------------------------------------------------------------------------------------
 

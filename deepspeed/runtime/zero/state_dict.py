@@ -326,6 +326,7 @@ def _load_group(
             else:
                 restored = value[position].clone() if kind == TENSOR else value[position]
             base.state[leaf][key] = restored
+    optimizer.settle_states(group.fragments)
 
 
 def join_in_memory(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.harness.offload import apart, offloads
 from tests.harness.parity import record_step
 
 VOCABULARY = 23
@@ -80,7 +81,8 @@ def config(stage: int, precision: str = "fp32", **top: Any) -> dict[str, Any]:
 def start(settings: dict[str, Any], seed: int = 0, module: nn.Module | None = None, **kwargs: Any) -> Any:
     import deepspeed
 
-    engine, *_ = deepspeed.initialize(model=build(seed) if module is None else module, config=settings, **kwargs)
+    with apart(offloads(settings.get("zero_optimization", {}))):
+        engine, *_ = deepspeed.initialize(model=build(seed) if module is None else module, config=settings, **kwargs)
     return engine
 
 

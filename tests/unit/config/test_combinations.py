@@ -189,6 +189,15 @@ def test_combinations_that_work(config: dict) -> None:
             " zero_optimization.stage 1 to 3, the stage in force is 0",
         ),
         (
+            zero(stage=3, offload_optimizer={**CPU, "pipeline_read": True, "buffer_count": 4}),
+            "zero_optimization.offload_optimizer.pipeline_read has no effect: it needs device nvme",
+        ),
+        (
+            zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/x", "max_in_cpu": 0}),
+            "zero_optimization.offload_param.max_in_cpu has no effect: shards at device nvme are mapped files, of"
+            " which the system keeps in memory what is free",
+        ),
+        (
             zero(stage=1, zero_hpz_partition_size=2),
             "zero_optimization.zero_hpz_partition_size has no effect: it needs"
             " zero_optimization.stage 3, the stage in force is 1",
@@ -281,8 +290,9 @@ def test_settings_at_their_defaults_are_not(config: dict) -> None:
 # What asks for each row of the table; a row added without a case here fails the test below.
 ASKS: dict[str, dict] = {
     "zero_optimization.stage": zero(stage=3),
-    "zero_optimization.offload_optimizer.device": zero(stage=2, offload_optimizer=CPU),
-    "zero_optimization.offload_param.device": zero(stage=3, offload_param=CPU),
+    "zero_optimization.offload_optimizer.super_offload": zero(
+        stage=3, offload_optimizer={**CPU, "super_offload": True}
+    ),
     "zero_optimization.zenflow": zero(stage=2, zenflow={}, offload_optimizer=CPU, overlap_comm=True),
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "optimizer.type": {"optimizer": {"type": "OneBitAdam"}},
