@@ -17,7 +17,9 @@ from torch import nn
 
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.sharded_parameter import block_of
 from tests.harness.models import SPECS
+from tests.harness.offload import apart, offload_sections
 from tests.harness.pool import on_ranks
 
 
@@ -376,13 +378,40 @@ def test_the_process_group_is_made_when_there_is_none() -> None:
 
 @on_ranks(1)
 def test_what_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="remote_device='nvme'"):
+    with pytest.raises(ValueError, match=r"needs a config with zero_optimization.offload_param.nvme_path"):
         deepspeed.zero.Init(remote_device="nvme")
+    with pytest.raises(ValueError, match="remote_device='gpu'"):
+        deepspeed.zero.Init(remote_device="gpu")
     deepspeed.zero.Init(zero_quantized_weights=True)  # gathers are exact until the engine takes over
     deepspeed.zero.Init(remote_device="cpu", config_dict_or_path=config())  # the device itself
     deepspeed.zero.Init(enabled=False, config_dict_or_path={"no": "config"})
     partial = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
     deepspeed.zero.Init(config_dict_or_path=partial)
+
+
+def _built_away(kind: str) -> None:
+    settings = config(zero_optimization={"stage": 3, "stage3_max_live_parameters": 0, **offload_sections(kind)})
+    with apart(), deepspeed.zero.Init(config_dict_or_path=settings):
+        model = layers()
+    block = block_of(model[0].weight)
+    assert block.offloaded
+    assert model[0].weight.ds_tensor.data_ptr() == block.shard.data_ptr()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        built = [param.detach().clone() for param in model.parameters()]
+    plain = layers()
+    for param, value in zip(plain.parameters(), built, strict=True):
+        param.data.copy_(value)
+    with apart():
+        engine, *_ = deepspeed.initialize(model=model, config=settings)
+    x = torch.ones(2, plain[0].in_features)
+    assert torch.equal(engine(x), plain(x))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ("param", "disk_param"))
+@pytest.mark.parametrize("world", (1, 2))
+def test_shards_are_built_where_the_config_keeps_them(pool, world: int, kind: str) -> None:
+    pool.run(world, _built_away, kind)
 
 
 @on_ranks(2)

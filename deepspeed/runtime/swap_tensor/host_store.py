@@ -21,6 +21,8 @@ HOST = torch.device("cpu")
 class HostMemory:
     """``pin``: page-lock buffers, so that copies to and from an accelerator run at full speed and beside its work."""
 
+    kind = "host"  # in accounts of memory
+
     def __init__(self, *, pin: bool = True) -> None:
         self.pin = pin
         self._buffers: list[HostBuffer] = []

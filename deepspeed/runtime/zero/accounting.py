@@ -66,7 +66,8 @@ def expected_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
         numel = group.layout.param_numel
         share = group.world
         piled = group.accum_dtype.itemsize if optimizer.options.accumulates else group.dtype.itemsize
-        totals["parameter"] += numel * group.dtype.itemsize // (share if placement.parameter_sharded else 1)
+        home = "parameter" if group.model_home is None else group.model_home.kind
+        totals[home] += numel * group.dtype.itemsize // (share if placement.parameter_sharded else 1)
         states = int(width * numel * group.master_dtype.itemsize) // share
         if group.offloaded:
             totals["disk" if group.on_disk else "host"] += states + numel * group.master_dtype.itemsize // share
@@ -89,7 +90,9 @@ def expected_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
 
 
 def _extra_kinds(optimizer: ZeroOptimizer) -> dict[str, int]:
+    home = optimizer.sharding.host if optimizer.sharding is not None else None
     kinds = {"host": 0} if any(group.offloaded for group in optimizer.groups) else {}
+    kinds |= {home.kind: 0} if home is not None else {}
     return kinds | ({"disk": 0} if optimizer.disk_states is not None else {})
 
 

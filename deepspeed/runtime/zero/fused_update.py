@@ -57,7 +57,7 @@ class FusedUpdate:
         if driven is None:
             return False
         group = unit.group
-        staged = self._stage(unit) if group.offloaded and not group.model_on_host else None
+        staged = self._stage(unit) if group.offloaded and group.model_home is None else None
         rows: list[Row] = []
         for bound in unit.fragments:
             grad = group.grad_of(bound) if touched[bound.position] else None

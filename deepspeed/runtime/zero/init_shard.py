@@ -11,6 +11,7 @@ same constructors, and what constructors write to parameters of inner modules ag
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.send_pieces import scatter
+from deepspeed.runtime.swap_tensor.host_store import HostMemory
 from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
 from deepspeed.runtime.zero.historical_params import attach_whole
 from deepspeed.runtime.zero.init_patch import constructing, innermost
@@ -45,8 +47,11 @@ class Ranks:
 class InitGatherer(ParamGatherer):
     """Owner of blocks that no engine has taken over yet. Does not keep them alive: their parameters do."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: HostMemory | None = None) -> None:
+        """``home``: where shards live; None: on the device."""
         super().__init__(GatherOptions(max_live=0, max_reuse=0, prefetch=0, overlap=False))
+        self.home = home
+        self._near: list[weakref.ref[ParamBlock]] = []  # blocks whose shards are still on the device
         self._count = 0
         self._sending: list[Pending] = []
         self._sending_nbytes = 0
@@ -67,6 +72,15 @@ class InitGatherer(ParamGatherer):
         sending, self._sending, self._sending_nbytes = self._sending, [], 0
         for pending in sending:
             pending.wait()
+        self._move_home()
+
+    def _move_home(self) -> None:
+        """Shards on the device that have their values go to where they live."""
+        near, self._near = self._near, []
+        for reference in near:
+            block = reference()
+            if block is not None and self.home is not None:
+                block.move_shard(self.home)
 
     def drop_sends(self) -> None:
         """Wait for nothing: an exception passes, and other ranks may never come here."""
@@ -80,6 +94,8 @@ class InitGatherer(ParamGatherer):
     def add(self, block: ParamBlock) -> None:
         """Take charge of a released block."""
         block.owner = self
+        if self.home is not None:
+            self._near.append(weakref.ref(block))
         for place in block.places:
             place.param._ds_keeper = block  # type: ignore[attr-defined]
 
@@ -167,8 +183,8 @@ def shard_module_parameters(
 ) -> None:
     """Shard the parameters ``module`` holds itself, with rank 0's values; floating ones in ``dtype``. Collective.
 
-    On one rank they stay whole. Parameters on the meta device are replaced by new ones on ``device`` that hold NaN (0
-    for integers) until they are loaded.
+    On one rank they stay whole, unless shards live off the device. Parameters on the meta device are replaced by new
+    ones on ``device`` that hold NaN (0 for integers) until they are loaded.
     """
     registered = module.__dict__.get("_parameters") or {}
     fresh = shardable(registered.values())
@@ -183,7 +199,7 @@ def shard_module_parameters(
         listed = [(names[id(param)], param) for param in run]
         if is_meta:
             listed = _off_meta(module, listed, wanted, device)
-        if ranks.world == 1:
+        if ranks.world == 1 and gatherer.home is None:
             _keep_whole([param for _, param in listed], wanted, device, is_meta)
         else:
             _shard_run(listed, gatherer, ranks, wanted, device, is_meta)

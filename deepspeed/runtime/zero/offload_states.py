@@ -171,7 +171,7 @@ def _tensors(optimizer: ZeroOptimizer, kind: OffloadStateTypeEnum) -> Iterator[t
     if kind is OffloadStateTypeEnum.lp_params:
         rest = optimizer.sharding.rest if optimizer.sharding is not None else []
         for group in [*optimizer.groups, *rest]:
-            if not group.model_on_host:
+            if group.model_home is None:
                 yield from _weights(group)
 
 
@@ -197,7 +197,7 @@ def _mark_blocks(optimizer: ZeroOptimizer, *, offloaded: bool) -> None:
     """Blocks whose shards are away are gathered as those of ``offload_param`` are."""
     rest = optimizer.sharding.rest if optimizer.sharding is not None else []
     for group in [*optimizer.groups, *rest]:
-        for block in group.blocks if not group.model_on_host else ():
+        for block in group.blocks if group.model_home is None else ():
             block.offloaded = offloaded
 
 

@@ -34,6 +34,7 @@ from torch.autograd.graph import increment_version
 
 from deepspeed.comm import collectives
 from deepspeed.comm.holders import held_elsewhere
+from deepspeed.runtime.swap_tensor.host_store import HostMemory
 from deepspeed.runtime.zero.apart import apart
 from deepspeed.runtime.zero.historical_params import BlockReference, ZeroParamStatus, attach, detach
 from deepspeed.runtime.zero.routes import GatherRoute, SecondaryShard
@@ -108,6 +109,17 @@ class ParamBlock:
         self._versions = [0] * len(self.places)
         for position, place in enumerate(self.places):
             self._describe(position, place)
+
+    @torch.no_grad()
+    def move_shard(self, home: HostMemory) -> None:
+        """The shard lives off the device from here on, in ``home``."""
+        moved = home.zeros(self.shard.numel(), self.shard.dtype, self.device)
+        moved.copy_(self.shard)
+        self.shard, self.offloaded = moved, True
+        self._gathered_version = -1
+        for position, place in enumerate(self.places):
+            _, own = self.own(position)
+            place.param.ds_tensor = own  # type: ignore[attr-defined]
 
     def _describe(self, position: int, place: Place) -> None:
         param: Any = place.param

@@ -18,6 +18,8 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
+from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
 from deepspeed.runtime.zero import init_patch
 from deepspeed.runtime.zero.gathered_parameters import (
     GatheredParameters,
@@ -170,16 +172,17 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     of whole values (``load_state_dict``, ``copy_``, ``fill_``) need no gather. ``nn.Module.apply`` inside the context
     sees whole parameters, and what it changes stays.
 
-    One rank shards nothing and only adds the ``ds_*`` attributes. Contexts may be nested, left by exceptions and opened
-    in several threads; a module belongs to the context of the thread that builds it.
+    One rank shards nothing and only adds the ``ds_*`` attributes, unless shards live outside the device. Contexts may
+    be nested, left by exceptions and opened in several threads; a module belongs to the context of the thread that
+    builds it.
 
     Args:
         module: a built module, whose parameters are sharded at once; the context may be left unused then.
         data_parallel_group, sequence_data_parallel_group, mpu: who shares the parameters; default: all ranks.
         mem_efficient_linear: accepted and without effect: no layer keeps gathered weights for backward here.
-        remote_device: "cpu" or "nvme" put shards outside the device; only where the device is the CPU is "cpu" there
-            yet. None or "none": on the device.
-        pin_memory: of shards outside the device.
+        remote_device: "cpu" or "nvme" put shards outside the device, the latter into ``offload_param.nvme_path`` of
+            the config. Default: as ``offload_param`` of the config says. "none": on the device.
+        pin_memory: of shards in host memory.
         config_dict_or_path, config: the config of ``initialize``; says the dtype, and whether the stage is 3 at all.
             Values that a wrapper fills in later may be "auto".
         enabled: False does nothing at all.
@@ -231,11 +234,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             self.enabled = False
             return
         self.device = _local_device()
-        asked = {
-            "remote_device": remote_device if str(remote_device or "none") not in ("none", self.device.type) else None,
-            "param_swapper": param_swapper,
-        }
-        _refuse_missing(asked)
+        _refuse_missing({"param_swapper": param_swapper})
         overrides = list(tensor_overrides)
         self._places_tensors = DeepSpeedTensorOverride.device in overrides
         self._param_dtype = dtype if dtype is not None else _config_dtype(self.config)
@@ -244,7 +243,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             dist.init_distributed()
         self._group = _sharing_group(data_parallel_group, sequence_data_parallel_group, mpu)
         self._ranks = Ranks(self._group, dist.get_rank(self._group), dist.get_world_size(self._group))
-        self._gatherer = InitGatherer()
+        self._gatherer = InitGatherer(_home(remote_device, pin_memory, self.config, self.device))
         if module is not None:
             for part in module.modules():
                 self.module_built(part)
@@ -282,6 +281,27 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         """The process group over which ``param`` is sharded."""
         block = block_of(param)
         return block.process_group if block is not None else self._group
+
+
+def _home(
+    remote: str | None, pin_memory: bool, config: DeepSpeedConfig | None, device: torch.device
+) -> HostMemory | None:
+    """Where shards live while no engine holds them; None: on the device. Raises ValueError for an unusable device."""
+    section = config.zero_config.offload_param if config is not None else None
+    if remote is None:
+        remote = section.device if section is not None else "none"
+    remote = getattr(remote, "value", remote)
+    if remote == "nvme":
+        if section is None or section.nvme_path is None:
+            raise ValueError(
+                'zero.Init(remote_device="nvme") needs a config with zero_optimization.offload_param.nvme_path'
+            )
+        return MappedFiles(section.nvme_path, rank=dist.get_rank() if dist.is_initialized() else 0)
+    if remote not in ("none", "cpu", device.type):
+        raise ValueError(f'zero.Init(remote_device={remote!r}): expected "cpu", "nvme" or "none"')
+    if remote != "cpu" or not is_apart(device):
+        return None
+    return HostMemory(pin=pin_memory or (section is not None and section.pin_memory))
 
 
 def _refuse_missing(asked: dict[str, Any]) -> None:

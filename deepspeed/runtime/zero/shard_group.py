@@ -100,7 +100,7 @@ class ShardGroup:
         self.result_dtype = self.accum_dtype if self.comm_dtype == self.accum_dtype else self.dtype
         self.flat: torch.Tensor | None = None  # 1D, all parameters
         self.shard: torch.Tensor | None = None  # 1D, this rank's part of sharded parameters
-        self.model_on_host = False  # ``shard`` lies in host memory
+        self.model_home: HostMemory | None = None  # where ``shard`` lies; None: on the device
         self.blocks: list[ParamBlock] = []  # of sharded parameters, one per segment
         # The gradient shard in accum dtype, a 1D piece per segment, made when that segment is first reduced: by then
         # the full gradients of its bucket are gone.
@@ -146,7 +146,7 @@ class ShardGroup:
             self.shard = sharding.host.zeros(numel, self.dtype, self.device)
         else:
             self.shard = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        self.model_on_host = sharding.host is not None
+        self.model_home = sharding.host
         for segment in self.layout.segments:
             slots = list(self.layout.slots_in(segment))
             places = []
@@ -370,7 +370,7 @@ class ShardGroup:
         """
         master, gradient = ("host", "host") if self.offloaded else ("master", "gradient")
         if self.shard is not None:
-            yield "parameter", self.shard
+            yield "parameter" if self.model_home is None else self.model_home.kind, self.shard
             yield from (("gathered", block.full) for block in self.blocks if block.full is not None)
             copies = [block.secondary.piece for block in self.blocks if block.secondary is not None]
             yield from (("secondary", piece) for piece in copies if piece is not None)
