@@ -13,7 +13,6 @@ from tests.distributed.checkpoint.test_layouts import OPTIMIZERS, load_run, same
 from tests.harness.offload import offload_sections
 from tests.harness.pool import WorkerPool
 
-
 BITS = ("weights", "masters", "states", "counters", "schedule")
 
 
