@@ -138,20 +138,23 @@ def test_files_that_cannot_be_opened(handle: aio_handle, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("write", (True, False))
 def test_an_error_of_the_disk(handle: aio_handle, tmp_path: Path, write: bool) -> None:
-    file, good = tmp_path / "file", tmp_path / "good"
-    before = noise(8 * BLOCK)
-    file.write_bytes(raw(before))
-    tensor = noise(8 * BLOCK)
+    """One block of two transfers fails: that transfer is an error, the other one ends well."""
+    content = {str(tmp_path / name): noise(8 * BLOCK) for name in ("one", "two")}
+    tensors = {}
+    for name, values in content.items():
+        Path(name).write_bytes(bytes(8 * BLOCK) if write else raw(values))
+        tensors[name] = values if write else torch.zeros_like(values)
     handle._engine.fault(3, errno.EIO)
-    start = handle.async_pwrite if write else handle.async_pread
-    start(tensor, str(file))
-    handle.async_pwrite(before, str(good))
+    for name, tensor in tensors.items():
+        (handle.async_pwrite if write else handle.async_pread)(tensor, name)
     with pytest.raises(AioError, match=r"offset \d+: expected 131072 bytes") as caught:
         handle.wait()
-    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(file))
-    assert good.read_bytes() == raw(before)
-    handle.sync_pwrite(tensor, str(file))  # the handle goes on
-    assert file.read_bytes() == raw(tensor)
+    assert caught.value.errno == errno.EIO
+    (good,) = set(content) - {caught.value.filename}
+    assert Path(good).read_bytes() == raw(content[good])
+    assert torch.equal(tensors[good], content[good])
+    handle.sync_pwrite(content[good], caught.value.filename)  # the handle goes on
+    assert Path(caught.value.filename).read_bytes() == raw(content[good])
 
 
 def test_transfers_that_move_half_go_on(handle: aio_handle, tmp_path: Path) -> None:
