@@ -307,9 +307,9 @@ def barrier(group: Group | None = None, *, what: What = "") -> None:
 
 
 def start_barrier(group: Group | None, facts: GroupFacts, what: What = "", device_ids: list[int] | None = None) -> Any:
-    """The work of a barrier; through shared memory where that is the group's only way to move anything."""
+    """The work of a barrier; through shared memory where the backend would wait on the host, too."""
     pg: Any = group if group is not None else torch_dist.group.WORLD
-    if all(device.type == "cpu" for device in pg._device_types):
+    if all(facts.sums_locally(device) for device in pg._device_types):
         channel = channel_of(facts, None, "barrier", what, 0)
         if channel is not None:
             return channel.barrier()

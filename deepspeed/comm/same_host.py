@@ -240,8 +240,6 @@ def _first_link(facts: GroupFacts) -> Meeting | Refused:
         return Refused("it needs Linux")
     if facts.size > MAX_RANKS:
         return Refused(f"the group has more than {MAX_RANKS} ranks")
-    if facts.size == 1:
-        return Refused("the group has one rank")
     return Meeting() if facts.sums_locally(_HOST) else Refused("the group's backend for CPU tensors is not gloo")
 
 
@@ -256,6 +254,8 @@ def describe(facts: GroupFacts) -> str:
     """What carries the group's CPU tensors, in words."""
     if facts.link.__class__ is Channel:
         return "shared memory"
+    if facts.size == 1:
+        return "nothing: the group has one rank"
     if isinstance(facts.link, Refused):
         return f"{facts.backend(_HOST)}, because {facts.link.why_not}"
     return f"{facts.backend(_HOST)}: the ranks have not met"

@@ -217,7 +217,7 @@ static Rule rule_of(int code, double factor) {
     return rule;
 }
 
-DS_EXPORT int ds_shm_knows(int code) { return kernel_of(rule_of(code, 1.0)) != nullptr; }
+DS_EXPORT int ds_shm_knows(int code) { return Kernel(rule_of(code, 1.0)).exists(); }
 
 // `in` holds size * shard elements; `out` receives the shard of this rank.
 DS_EXPORT int64_t ds_shm_reduce_scatter(void* handle, const void* in, void* out, int64_t shard, int code, double factor) {

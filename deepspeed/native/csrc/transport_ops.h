@@ -56,6 +56,7 @@ struct Spread : Op {
     char* out;
     size_t nbytes, stride;  // bytes of one source; bytes between the places of sources in `out`
     int root;               // -1: all are sources
+    char* own = nullptr;    // where this rank's bytes go in `out`
     size_t posted = 0, missing = 0;
     size_t got[MAX_RANKS] = {};
 
@@ -64,8 +65,7 @@ struct Spread : Op {
         kind = source < 0 ? ALL_GATHER : BROADCAST;
         if (root < 0) {
             missing = size_t(group.size - 1) * nbytes;
-            char* place = out + size_t(group.rank) * stride;
-            if (place != in) std::memmove(place, in, nbytes);
+            own = out + size_t(group.rank) * stride;
         } else if (root != group.rank) {
             missing = nbytes;
             posts_done = true;
@@ -76,8 +76,9 @@ struct Spread : Op {
         char* at = group.take(0, n);
         if (!at) return false;
         std::memcpy(at, in + posted, n);
-        posted += n;
         group.post(0, *this, nbytes);
+        if (own && own != in) std::memmove(own + posted, in + posted, n);
+        posted += n;
         posts_done = posted == nbytes;
         return true;
     }
@@ -178,7 +179,7 @@ struct Reduction : Op {
     char* out;
     size_t numel, width;  // elements of the tensor (of a shard: reduce-scatter) and bytes of one
     Rule rule;
-    Reduce kernel;
+    Kernel kernel;
     size_t step = 0;                // elements a chunk moves on by
     size_t posted = 0, summed = 0;  // elements
 
@@ -188,7 +189,7 @@ struct Reduction : Op {
           numel(n),
           width(size_of(how.in)),
           rule(how),
-          kernel(kernel_of(how)) {}
+          kernel(how) {}
 
     // Whether all peers' chunks are here; `parts` then points to their pieces, the own contribution is `mine`.
     bool collect(Group& group, uint64_t total, const char* mine, size_t piece_bytes, bool whole, const void** parts) {
@@ -234,7 +235,7 @@ struct ReduceScatter : Reduction {
         const void* parts[MAX_RANKS];
         const char* mine = in + (size_t(group.rank) * numel + summed) * width;
         if (!collect(group, total(), mine, n * width, false, parts)) return false;
-        kernel(parts, group.size, out, summed, n, rule);
+        kernel.run(parts, group.size, out + summed * size_of(rule.out), n);
         release(group);
         summed += n;
         return true;
@@ -264,7 +265,7 @@ struct AllReduceSmall : Reduction {
         size_t n = std::min(step, numel - summed);
         const void* parts[MAX_RANKS];
         if (!collect(group, total(), in + summed * width, 0, true, parts)) return false;
-        kernel(parts, group.size, out, summed, n, rule);
+        kernel.run(parts, group.size, out + summed * size_of(rule.out), n);
         release(group);
         summed += n;
         return true;
@@ -330,7 +331,7 @@ struct AllReduce : Reduction {
         if (!collect(group, total(), in + begin * width, each * width, false, parts)) return false;
         char* at = group.take(1, mine * width);
         if (!at) return false;
-        kernel(parts, group.size, at, 0, mine, rule);
+        kernel.run(parts, group.size, at, mine);
         std::memcpy(out + begin * width, at, mine * width);
         group.post(1, *this, total());
         release(group);

@@ -159,9 +159,11 @@ inline A combine(A a, A b) {
 }
 
 template <int fold, class A>
-inline void fold_block(A* acc, const A* other, size_t n) {
+void fold_block(void* to, const void* left, const void* right, size_t n) {
+    A* out = static_cast<A*>(to);
+    const A *a = static_cast<const A*>(left), *b = static_cast<const A*>(right);
     DS_INDEPENDENT
-    for (size_t i = 0; i < n; ++i) acc[i] = combine<fold>(acc[i], other[i]);
+    for (size_t i = 0; i < n; ++i) out[i] = combine<fold>(a[i], b[i]);
 }
 
 // What to do with the N contributions of a run of elements.
@@ -172,91 +174,143 @@ struct Rule {
     double factor = 1.0;  // on the folded value of floats, before the one rounding
 };
 
-constexpr size_t BLOCK = 2048;  // elements; two blocks of fp32 stay in a first-level cache
+constexpr size_t BLOCK = 2048;  // elements; two blocks of fp64 stay in a first-level cache
 
-template <class T, class O, class A, int fold>
-void reduce_as(const void* const* parts, int count, void* out, size_t begin, size_t n, const Rule& rule) {
-    alignas(64) A acc[BLOCK];
-    alignas(64) A other[BLOCK];
-    O* target = static_cast<O*>(out) + begin;
-    for (size_t at = 0; at < n; at += BLOCK) {
-        size_t m = n - at < BLOCK ? n - at : BLOCK;
-        load(acc, static_cast<const T*>(parts[0]) + at, m);
-        for (int p = 1; p < count; ++p) {
-            if constexpr (std::is_same_v<T, A>) {
-                fold_block<fold>(acc, static_cast<const A*>(parts[p]) + at, m);
-            } else {
-                load(other, static_cast<const T*>(parts[p]) + at, m);
-                fold_block<fold>(acc, other, m);
-            }
-        }
-        if constexpr (std::is_floating_point_v<A>) {
-            if (rule.scaled) {
-                A factor = A(rule.factor);
-                DS_INDEPENDENT
-                for (size_t i = 0; i < m; ++i) acc[i] *= factor;
-            }
-            if (rule.accumulate) {
-                load(other, target + at, m);
-                fold_block<SUM>(acc, other, m);
-            }
-        }
-        store(target + at, acc, m);
-    }
+using Load = void (*)(void* wide, const void* from, size_t n);
+using Store = void (*)(void* to, const void* wide, size_t n);
+using Combine = void (*)(void* to, const void* left, const void* right, size_t n);
+using Scale = void (*)(void* wide, double factor, size_t n);
+
+template <class T, class A>
+void load_as(void* wide, const void* from, size_t n) {
+    load(static_cast<A*>(wide), static_cast<const T*>(from), n);
 }
 
-using Reduce = void (*)(const void* const*, int, void*, size_t, size_t, const Rule&);
+template <class T, class A>
+void store_as(void* to, const void* wide, size_t n) {
+    store(static_cast<T*>(to), static_cast<const A*>(wide), n);
+}
 
-template <class T, class O, class A>
-Reduce pick_fold(int fold) {
+template <class A>
+void scale_as(void* wide, double factor, size_t n) {
+    A* values = static_cast<A*>(wide);
+    A by = A(factor);
+    DS_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) values[i] *= by;
+}
+
+template <class A>
+Combine pick_fold(int fold) {
     switch (fold) {
-        case SUM: return reduce_as<T, O, A, SUM>;
-        case PRODUCT: return reduce_as<T, O, A, PRODUCT>;
-        case MIN: return reduce_as<T, O, A, MIN>;
-        case MAX: return reduce_as<T, O, A, MAX>;
+        case SUM: return fold_block<SUM, A>;
+        case PRODUCT: return fold_block<PRODUCT, A>;
+        case MIN: return fold_block<MIN, A>;
+        case MAX: return fold_block<MAX, A>;
         default: break;
     }
     if constexpr (std::is_integral_v<A>) {
-        if (fold == BAND) return reduce_as<T, O, A, BAND>;
-        if (fold == BOR) return reduce_as<T, O, A, BOR>;
-        if (fold == BXOR) return reduce_as<T, O, A, BXOR>;
+        if (fold == BAND) return fold_block<BAND, A>;
+        if (fold == BOR) return fold_block<BOR, A>;
+        if (fold == BXOR) return fold_block<BXOR, A>;
     }
     return nullptr;
 }
 
-template <class T, int same>
-Reduce pick_output(int out, int fold) {
-    constexpr bool wide = std::is_same_v<T, double>;
-    using A = std::conditional_t<wide, double, float>;
-    if (out == same) return pick_fold<T, T, A>(fold);
-    if (fold != SUM) return nullptr;
-    switch (out) {
-        case F32: return reduce_as<T, float, A, SUM>;
-        case F64: return reduce_as<T, double, double, SUM>;
-        case BF16: return reduce_as<T, bf16, A, SUM>;
-        case F16: return reduce_as<T, f16, A, SUM>;
+inline Combine fold_of(int dtype, int fold) {
+    switch (dtype) {
+        case F32: return pick_fold<float>(fold);
+        case F64: return pick_fold<double>(fold);
+        case I8: return pick_fold<int8_t>(fold);
+        case U8: return pick_fold<uint8_t>(fold);
+        case I16: return pick_fold<int16_t>(fold);
+        case I32: return pick_fold<int32_t>(fold);
+        case I64: return pick_fold<int64_t>(fold);
         default: return nullptr;
     }
 }
 
-// The kernel of a rule; null when there is none. `parts` of it are at the run's first element, `out` at the tensor's.
-inline Reduce kernel_of(const Rule& rule) {
-    switch (rule.in) {
-        case F32: return pick_output<float, F32>(rule.out, rule.fold);
-        case F64: return pick_output<double, F64>(rule.out, rule.fold);
-        case BF16: return pick_output<bf16, BF16>(rule.out, rule.fold);
-        case F16: return pick_output<f16, F16>(rule.out, rule.fold);
-        default: break;
-    }
-    if (rule.in != rule.out || rule.accumulate || rule.scaled) return nullptr;
-    switch (rule.in) {
-        case I8: return pick_fold<int8_t, int8_t, int8_t>(rule.fold);
-        case U8: return pick_fold<uint8_t, uint8_t, uint8_t>(rule.fold);
-        case I16: return pick_fold<int16_t, int16_t, int16_t>(rule.fold);
-        case I32: return pick_fold<int32_t, int32_t, int32_t>(rule.fold);
-        case I64: return pick_fold<int64_t, int64_t, int64_t>(rule.fold);
-        default: return nullptr;
+template <class A>
+Load load_of(int dtype) {
+    switch (dtype) {
+        case F32: return load_as<float, A>;
+        case F64: return load_as<double, A>;
+        case BF16: return load_as<bf16, A>;
+        default: return load_as<f16, A>;
     }
 }
+
+template <class A>
+Store store_of(int dtype) {
+    switch (dtype) {
+        case F32: return store_as<float, A>;
+        case F64: return store_as<double, A>;
+        case BF16: return store_as<bf16, A>;
+        default: return store_as<f16, A>;
+    }
+}
+
+// The arithmetic of one rule: the type it runs in and the steps of a block.
+class Kernel {
+  public:
+    explicit Kernel(const Rule& rule) : rule_(rule), in_width_(size_of(rule.in)), out_width_(size_of(rule.out)) {
+        if (rule.in > F16 || rule.out > F16) {  // integers: as they are
+            if (rule.in == rule.out && !rule.accumulate && !rule.scaled) fold_ = fold_of(rule.in, rule.fold);
+            wide_ = rule.in;
+            return;
+        }
+        bool doubles = rule.in == F64 || rule.out == F64;
+        wide_ = doubles ? F64 : F32;
+        fold_ = fold_of(wide_, rule.fold);
+        add_ = fold_of(wide_, SUM);
+        load_ = doubles ? load_of<double>(rule.in) : load_of<float>(rule.in);
+        load_out_ = doubles ? load_of<double>(rule.out) : load_of<float>(rule.out);
+        store_ = doubles ? store_of<double>(rule.out) : store_of<float>(rule.out);
+        scale_ = doubles ? scale_as<double> : scale_as<float>;
+    }
+
+    bool exists() const { return fold_ != nullptr; }
+
+    // Fold `n` elements of each of `parts` (2 or more) into `out`, which may be the memory of one of them.
+    void run(const void* const* parts, int count, void* out, size_t n) const {
+        alignas(64) char acc[BLOCK * 8];
+        alignas(64) char other[BLOCK * 8];
+        // Two parts in the type of the arithmetic and of the result need no memory in between.
+        bool direct = count == 2 && rule_.in == wide_ && rule_.out == wide_ && !rule_.accumulate;
+        for (size_t at = 0; at < n; at += BLOCK) {
+            size_t m = n - at < BLOCK ? n - at : BLOCK;
+            char* target = static_cast<char*>(out) + at * out_width_;
+            char* total = direct ? target : acc;
+            const void* first = wide(parts[0], at, m, acc);
+            for (int p = 1; p < count; ++p) {
+                fold_(total, first, wide(parts[p], at, m, other), m);
+                first = total;
+            }
+            if (rule_.scaled) scale_(total, rule_.factor, m);
+            if (rule_.accumulate) {
+                load_out_(other, target, m);
+                add_(total, total, other, m);
+            }
+            if (direct) continue;
+            if (rule_.out == wide_) std::memcpy(target, total, m * out_width_);
+            else store_(target, total, m);
+        }
+    }
+
+  private:
+    const void* wide(const void* part, size_t at, size_t n, void* room) const {
+        const char* from = static_cast<const char*>(part) + at * in_width_;
+        if (rule_.in == wide_) return from;
+        load_(room, from, n);
+        return room;
+    }
+
+    Rule rule_;
+    int wide_ = F32;
+    size_t in_width_, out_width_;
+    Combine fold_ = nullptr, add_ = nullptr;
+    Load load_ = nullptr, load_out_ = nullptr;
+    Store store_ = nullptr;
+    Scale scale_ = nullptr;
+};
 
 }  // namespace ds
