@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
+    from deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 _NAMES = {
     "DeepSpeedZeroConfig": "deepspeed.runtime.zero.config",
@@ -38,6 +39,8 @@ _NAMES = {
     "ZeroParamType": "deepspeed.runtime.zero.partition_parameters",
     "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
     "unregister_external_parameter": "deepspeed.runtime.zero.partition_parameters",
+    "TiledLinear": "deepspeed.runtime.zero.tiling",
+    "TiledLinearReturnBias": "deepspeed.runtime.zero.tiling",
     "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory_estimators",
     "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory_estimators",
     "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory_estimators",
@@ -45,10 +48,6 @@ _NAMES = {
     "estimate_zero3_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.stage3_estimators",
     "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.runtime.zero.stage3_estimators",
 }
-_PLANNED = (
-    "TiledLinear",
-    "TiledLinearReturnBias",
-)
 
 
 def __getattr__(name: str) -> Any:
@@ -56,8 +55,4 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_NAMES[name]), name)
         globals()[name] = value
         return value
-    if name in _PLANNED:
-        raise AttributeError(
-            f"deepspeed.zero.{name} is not built yet"
-        )
     raise AttributeError(f"module 'deepspeed.runtime.zero' has no attribute {name!r}")
