@@ -56,7 +56,7 @@ def writer(file: BinaryIO, expected_nbytes: int, how: Writing) -> Iterator[Any]:
         yield file
         return
     part = max(PAGE, min(how.nbytes, expected_nbytes) // how.buffers // PAGE * PAGE)
-    room = HostBuffer().room(part * how.buffers).numpy()
+    room = HostBuffer(private=True).room(part * how.buffers).numpy()
     parts = [room[start : start + part] for start in range(0, part * how.buffers, part)]
     direct = DirectFile(file.fileno(), flag, parts)
     try:
