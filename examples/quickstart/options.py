@@ -35,6 +35,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="auto",
         help="number format of the weights; auto: bf16 on an accelerator that has it, else what the config file says",
     )
+    parser.add_argument(
+        "--offload",
+        choices=("none", "cpu", "nvme"),
+        help="where optimizer states live, and at stage 3 the weights between uses; nvme: files in --out, at stage 3",
+    )
     parser.add_argument("--steps", type=int, help="optimizer steps (the config file's schedule when not given)")
     parser.add_argument("--data", type=Path, help="text file or folder (the Python standard library when not given)")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for cache, checkpoint and report")
@@ -75,6 +80,8 @@ def deepspeed_config(options: argparse.Namespace, *, prefer_bf16: bool) -> tuple
     config: dict[str, Any] = json.loads(Path(options.deepspeed_config).read_text())
     if options.stage is not None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
+    if options.offload is not None:
+        config.setdefault("zero_optimization", {}).update(offload_sections(options))
     dtype = "bf16" if options.dtype == "auto" and prefer_bf16 else options.dtype
     if dtype != "auto":
         for section in SIXTEEN_BIT.values():
@@ -90,14 +97,24 @@ def deepspeed_config(options: argparse.Namespace, *, prefer_bf16: bool) -> tuple
     return config, steps
 
 
+def offload_sections(options: argparse.Namespace) -> dict[str, Any]:
+    """The offload keys of `zero_optimization` for `--offload`."""
+    home: dict[str, Any] = {"device": options.offload}
+    if options.offload == "nvme":
+        home["nvme_path"] = str(options.out / "swap")
+    return {"offload_optimizer": dict(home), "offload_param": dict(home)}
+
+
 def at_stage(config: dict[str, Any], stage: int | None = None) -> dict[str, Any]:
-    """A copy of `config` for ZeRO stage `stage` (its own when None); other stages go without stage3_* keys."""
+    """A copy of `config` for ZeRO stage `stage` (its own when None); other stages go without stage3_* and offload."""
     changed = copy.deepcopy(config)
     zero = changed.setdefault("zero_optimization", {})
     if stage is not None:
         zero["stage"] = stage
-    if zero.get("stage", 0) != 3:
-        changed["zero_optimization"] = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
+    only_here = ("stage3_", "offload_param") if zero.get("stage", 0) != 3 else ()
+    if stage is not None:
+        only_here = (*only_here, "offload_")
+    changed["zero_optimization"] = {key: value for key, value in zero.items() if not key.startswith(only_here)}
     return changed
 
 

@@ -61,6 +61,9 @@ def show_start(engine: Any, corpus: Corpus, options: argparse.Namespace, steps: 
         parts = ", ".join(f"{kind} {mebibytes(nbytes[which][kind])}" for kind in STATE_KINDS)
         total = mebibytes(sum(nbytes[which][kind] for kind in STATE_KINDS))
         table.add_row(f"bytes per rank, {which}", f"{total} = {parts}")
+    away = {kind: nbytes["measured"][kind] for kind in ("host", "disk") if nbytes["measured"].get(kind)}
+    if away:
+        table.add_row("offloaded", ", ".join(f"{mebibytes(size)} on {kind}" for kind, size in away.items()))
     gathered = nbytes["measured"].get("gathered", 0)
     if gathered:
         table.add_row("gathered on top", f"{mebibytes(gathered)} of whole weights, at the end of backward and step")

@@ -54,7 +54,19 @@ def test_other_stages_go_without_the_settings_of_stage_3() -> None:
     assert config["zero_optimization"]["stage"] == 3
 
 
-@pytest.mark.parametrize("flags", (["--stage", "7"], ["--dtype", "int8"], ["--steps", "0"]))
+def test_offload_says_where_states_live(tmp_path: Path) -> None:
+    from options import at_stage
+
+    zero = config_of("--offload", "nvme", "--out", str(tmp_path))[0]["zero_optimization"]
+    assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+    assert "offload_optimizer" not in at_stage({"zero_optimization": zero}, 2)["zero_optimization"]
+    assert "offload_optimizer" not in config_of()[0]["zero_optimization"]
+    own = at_stage(config_of("--stage", "2", "--offload", "cpu")[0])["zero_optimization"]
+    assert own["offload_optimizer"] == {"device": "cpu"}
+    assert "offload_param" not in own
+
+
+@pytest.mark.parametrize("flags", (["--stage", "7"], ["--offload", "disk"], ["--dtype", "int8"], ["--steps", "0"]))
 def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_of(*flags)
