@@ -187,6 +187,8 @@ def verdicts(times: dict[str, list[float]], grown: int, buffers: int) -> list[tu
     bound = max(disk, median["update"])
     rows.append(("bound / step", f"{bound / median['step']:.2f} (update alone {median['update'] / bound:.2f})",
                  bound / median["step"] >= 0.9))  # fmt: skip
+    own = (median["ours read"] + median["ours write"]) / 2
+    rows.append(("our reads and writes alone / step", f"{own / median['step']:.2f}", True))
     rows.append(("memory of the step / its buffers", f"{grown / buffers:.3f}", grown <= buffers * 1.02 + (4 << 20)))
     return rows
 

@@ -27,6 +27,7 @@ from deepspeed.ops.aio.files import AioFile
 from deepspeed.runtime.swap_tensor.aio_config import AioConfig
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 from deepspeed.utils.host_buffer import HostBuffer, round_up
+from deepspeed.utils.logging import logger
 
 __all__ = ["NvmeStore"]
 
@@ -95,12 +96,14 @@ class NvmeStore:
         Host memory is at most ``buffer_count`` × ``buffer_nbytes`` (rounded up to pages), taken as buffers are needed.
         ``pin``: page-lock it for the accelerator.
 
-        Raises AioError: the folder cannot be made or written. ValueError: no buffers, or GPUDirect asked for.
+        Raises AioError: the folder cannot be made or written. ValueError: no buffers.
         """
         if buffer_count < 1 or buffer_nbytes < 1:
             raise ValueError(
                 f"NvmeStore: expected buffer_count and buffer_nbytes >= 1, found {buffer_count} and {buffer_nbytes}"
             )
+        if aio.use_gds:
+            logger.warning("aio.use_gds has no effect: files are read into host memory (GPUDirect is not available)")
         self.buffer_nbytes = round_up(buffer_nbytes)
         self._folder = SwapFolder(Path(folder), rank)
         self._file = AioFile(self._folder.path / f"rank{rank}.swap", write=True, create=True)
