@@ -1,0 +1,163 @@
+"""The native optimizer library: instruction sets, sanitizers, threads, fork, odd memory, infinities."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.native import build, isa
+from deepspeed.native.build import NativeUnavailable, find_compiler
+from deepspeed.ops import native_kernels
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from tests.harness.project import ROOT
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+RUNNABLE = [variant.name for variant in isa.ISAS if isa.runnable(variant)]
+
+
+@needs_compiler
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    program = tmp_path / "driver"
+    flags = [*isa.choose().flags, *build.LIBRARIES["optimizers"]]
+    command = [
+        compiler, "-std=c++17", "-O1", "-g0", *flags, "-pthread", "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all", f"-I{build.SOURCES}", str(ROOT / "tests" / "kernels" / "optimizers_driver.cpp"),
+        "-o", str(program),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "cannot find" in done.stderr:
+        pytest.skip("the compiler has no sanitizer libraries")
+    assert done.returncode == 0, done.stderr
+    ran = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert ran.stdout == "0 failures\n", ran.stdout + ran.stderr
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_every_instruction_set_this_cpu_has(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ISA", variant)
+    best = variant == RUNNABLE[0]
+    ours, theirs = ([torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (1, 33, 5000)] for _ in range(2))
+    optimizer = DeepSpeedCPUAdam(ours, lr=0.01, weight_decay=0.1)
+    reference = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, fused=True)
+    for step in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.sin(torch.arange(mine.numel()) + step)
+            other.grad = mine.grad.clone()
+        optimizer.step()
+        reference.step()
+    assert optimizer._native is not False
+    for mine, other in zip(ours, theirs, strict=True):
+        if best:
+            assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+    halves = torch.randn(1003).half()
+    back = torch.empty(1003)
+    native_kernels.cast([halves], [back])
+    assert torch.equal(back, halves.float())
+    native_kernels.cast([back * 1.37], [halves])
+    assert torch.equal(halves, (back * 1.37).half())
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        build.load("optimizers")
+    except NativeUnavailable as problem:
+        pytest.skip(str(problem))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(200_001,), (3,), (40, 1000)] + [(777,)] * 50
+    results = []
+    for threads in (3, 1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        optimizer = DeepSpeedCPUAdam(params, lr=0.1)
+        for _ in range(5):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        results.append([*params, torch.tensor(native_kernels.sumsq(params)[0], dtype=torch.float64)])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_idle_threads_use_no_time() -> None:
+    values = torch.ones(1 << 20)
+    assert native_kernels.sumsq([values]) == (float(1 << 20), False)
+    began = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - began < 0.05
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_forked_child_computes_on() -> None:
+    values = torch.ones(1 << 20)
+    assert native_kernels.sumsq([values])[0] == 1 << 20  # the threads exist now
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads
+        child = os.fork()
+    if child == 0:
+        good = native_kernels.sumsq([values])[0] == 1 << 20 and native_kernels.sumsq([values])[0] == 1 << 20
+        os._exit(0 if good else 1)
+    deadline = time.monotonic() + 20
+    ended, status = os.waitpid(child, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert native_kernels.sumsq([values])[0] == 1 << 20
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("amsgrad", (False, True))
+def test_what_is_not_finite_spreads_as_in_torch(amsgrad: bool) -> None:
+    odd = [math.inf, -math.inf, math.nan, 3e38, 1e-45, -0.0, 1e-30, 1.0]
+    ours, theirs = (torch.nn.Parameter(torch.tensor((odd[3:] + odd[:3]) * 5 + [1.0, math.nan])) for _ in range(2))
+    optimizer = DeepSpeedCPUAdam([ours], lr=0.1, amsgrad=amsgrad)
+    reference = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0, amsgrad=amsgrad, fused=True)
+    for step in range(4):
+        grad = torch.tensor((odd[step:] + odd[:step]) * 5 + [math.nan, 1.0])
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        optimizer.step()
+        reference.step()
+        for mine, other in (
+            (ours, theirs),
+            *((optimizer.state[ours][k], reference.state[theirs][k]) for k in ("exp_avg", "exp_avg_sq")),
+        ):
+            assert torch.equal(mine.isnan(), other.isnan())
+            assert torch.equal(mine.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_tensors_at_odd_addresses() -> None:
+    memory = bytearray(4 * 1001 + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        odd = torch.frombuffer(memory, dtype=torch.float32, offset=1, count=1000)
+    odd.copy_(torch.linspace(-1, 1, 1000))
+    assert odd.data_ptr() % 4
+    ours, theirs = torch.nn.Parameter(odd), torch.nn.Parameter(odd.clone())
+    for param in (ours, theirs):
+        optimizer = DeepSpeedCPUAdam([param])
+        param.grad = torch.arange(1000.0)
+        optimizer.step()
+    assert torch.equal(ours, theirs)
