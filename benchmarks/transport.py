@@ -3,8 +3,8 @@
     python benchmarks/transport.py [--ranks 2] [--rounds 5] [--json FILE]
 
 Microseconds of a call as a program makes it, `deepspeed.comm` against `torch.distributed`, best and median of the calls
-of rank 0. The second table has one busy process more per core (`--busy` of them), so that ranks are taken off their cores
-in the middle of calls: there the aim is never to be slower than gloo.
+of rank 0. The second table has one busy process more per core (`--busy` of them), so that ranks are taken off their
+cores in the middle of calls: there the aim is never to be slower than gloo.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm.group_facts import Group, GroupFacts, facts_of
 from deepspeed.comm.pending import Pending, WaitMode, announce
 from deepspeed.comm.same_host import in_background
+from deepspeed.comm.shm_channel import Channel
 
 
 class LogOptions(TypedDict, total=False):
@@ -76,6 +77,8 @@ def enter(name: str, group: Group | None, nbytes: int = 0, root: int = 0) -> Gro
 
 def wait_mode(facts: GroupFacts, device: torch.device) -> WaitMode:
     """How to wait for a collective of tensors of `device`."""
+    if facts.link.__class__ is Channel and device.type == "cpu":
+        return WaitMode.SLICES
     return WaitMode.SLICES if facts.blocks_host(device) else WaitMode.STREAM
 
 

@@ -88,7 +88,8 @@ def launch(
     async_op: bool,
 ) -> Pending:
     """The handle of works just started, with its finishing step; waited for unless `async_op`."""
-    mode = WaitMode.SLICES if facts.blocks_host(tensor.device) else WaitMode.STREAM
+    in_memory = tensor.is_cpu and facts.link.__class__ is Channel
+    mode = WaitMode.SLICES if in_memory or facts.blocks_host(tensor.device) else WaitMode.STREAM
     pending = Pending(works, finish, facts, name, what, tensor.nbytes, mode)
     if async_op:
         in_background(works)

@@ -130,8 +130,13 @@ _torch_reduce_scatter_flat: Callable[..., Any] = getattr(
 )
 
 
+_SUM: Any = torch_dist.ReduceOp.SUM
+
+
 def _reduction(op: Any, facts: GroupFacts, tensor: torch.Tensor) -> tuple[Any, bool]:
     """(torch's reduction, whether the result must still be divided): AVG is a sum where the backend lacks it."""
+    if op is ReduceOp.SUM:  # nearly every call; torch's own class compares slowly
+        return _SUM, False
     torch_op = to_torch(op)
     if torch_op == torch_dist.ReduceOp.AVG and not facts.knows_average(tensor.device):
         return torch_dist.ReduceOp.SUM, True

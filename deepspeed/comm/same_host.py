@@ -240,6 +240,8 @@ def _first_link(facts: GroupFacts) -> Meeting | Refused:
         return Refused("it needs Linux")
     if facts.size > MAX_RANKS:
         return Refused(f"the group has more than {MAX_RANKS} ranks")
+    if facts.size == 1:
+        return Refused("the group has one rank")
     return Meeting() if facts.sums_locally(_HOST) else Refused("the group's backend for CPU tensors is not gloo")
 
 

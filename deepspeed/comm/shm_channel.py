@@ -31,10 +31,11 @@ _DTYPES = {
     torch.int16: 6, torch.int32: 7, torch.int64: 8,
 }  # fmt: skip
 _FOLDS: dict[Any, int] = {"sum": 0, "avg": 0, "product": 1, "min": 2, "max": 3}
-_OPS = (
-    torch_dist.ReduceOp.SUM, torch_dist.ReduceOp.PRODUCT, torch_dist.ReduceOp.MIN, torch_dist.ReduceOp.MAX,
-    torch_dist.ReduceOp.BAND, torch_dist.ReduceOp.BOR, torch_dist.ReduceOp.BXOR,
-)  # fmt: skip
+for _number, _name in enumerate(("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")):
+    _FOLDS[getattr(torch_dist.ReduceOp, _name)] = _number
+
+# Most waits are over before this; only a longer one looks at clocks and limits.
+_FIRST_US = 100_000
 
 _DONE, _TIMED_OUT, _INTERRUPTED, _ENDED, _LEFT, _FAILED, _MISMATCH = range(7)
 # The words "closed" and "timed out" are what `watch.py` looks for in the text of a backend.
@@ -78,9 +79,9 @@ def library() -> Any:
 
 def fold_of(op: Any) -> int | None:
     """The library's number of a reduction (a name of `collectives.all_reduce` or torch's); None: it has none."""
-    number = _FOLDS.get(op) if isinstance(op, str) else None
-    if number is None and not isinstance(op, str):
-        number = next((place for place, known in enumerate(_OPS) if op == known), None)
+    number = _FOLDS.get(op)
+    if number is None and isinstance(op, torch_dist.ReduceOp):  # one made by hand: equal, but another object
+        number = next((number for known, number in _FOLDS.items() if op == known), None)
     return number
 
 
@@ -111,9 +112,13 @@ class ShmWork:
         if self._finished:
             return True
         channel = self.channel
+        if self._error is None and channel.wait_us(self.number, _FIRST_US) == _DONE:
+            self._finished = True
+            channel.let_go(self.number)
+            return True
         limit_s = channel.timeout_s if timeout is None else min(timeout.total_seconds(), channel.timeout_s)
         while self._error is None:
-            status = channel.wait(self.number, limit_s)
+            status = channel.wait_us(self.number, int(limit_s * 1e6))
             if status == _DONE:
                 self._finished = True
                 channel.let_go(self.number)
@@ -222,11 +227,11 @@ class Channel:
         if self._handle is not None:
             self._lib.ds_shm_background(self._handle)
 
-    def wait(self, number: int, limit_s: float) -> int:
+    def wait_us(self, number: int, limit_us: int) -> int:
         """Status of the operation after waiting at most so long."""
         if self._handle is None:
             return _LEFT
-        status: int = self._lib.ds_shm_wait(self._handle, number, int(limit_s * 1e6))
+        status: int = self._lib.ds_shm_wait(self._handle, number, limit_us)
         return status
 
     def has_finished(self, number: int) -> bool:

@@ -54,7 +54,9 @@ class Helper {
                 Group* group = groups_[i];
                 std::unique_lock<std::mutex> inner(group->mutex, std::try_to_lock);
                 if (!inner.owns_lock() || group->waiters) continue;
+                group->eager = true;
                 group->progress();
+                group->eager = false;
                 if (group->ops.empty()) groups_.erase(groups_.begin() + long(i));
             }
         }

@@ -41,6 +41,9 @@ struct Op {
     virtual bool done() const = 0;
 };
 
+// Chunks a rank posts ahead of its readers while they keep up: little enough to stay in cache.
+constexpr uint64_t IN_STEP = 4;
+
 struct Group {
     int rank = 0, size = 0, fd = -1;
     int64_t spin_us = 0;
@@ -57,6 +60,7 @@ struct Group {
     uint32_t started = 0;
     uint64_t finished = 0;  // operations; read without the mutex through `finished_shown`
     int waiters = 0;
+    bool eager = false;  // post as far ahead as there is room, not only as far as others keep up
     int status = DONE, culprit = -1;
     int blocked_on = -1;  // the rank whose chunk or reading the last `progress` lacked
 
@@ -151,8 +155,14 @@ struct Group {
                 moved = true;
                 continue;
             }
-            moved = post_next() || moved;
+            if (eager || lanes[0].posted() - posted_before() < IN_STEP) moved = post_next() || moved;
         }
+    }
+
+    // Chunks the slowest reader is known to have read.
+    uint64_t posted_before() {
+        if (lanes[0].posted() - lanes[0].freed() >= IN_STEP) count_readers(0);
+        return lanes[0].freed();
     }
 
     bool post_next() {
@@ -226,7 +236,9 @@ inline int wait_for(Group& group, uint64_t id, int64_t limit_us) {
         uint32_t rung = own->bell.load();
         uint64_t finished = group.finished;
         int blocked_on = group.blocked_on;
+        group.eager = true;  // nobody keeps up: let the others find all there is
         group.progress();
+        group.eager = false;
         bool stuck = group.finished == finished && group.blocked_on == blocked_on && group.status == DONE;
         lock.unlock();
         long slept = 0;

@@ -31,8 +31,8 @@ constexpr int LANES = 2;
 constexpr uint64_t DESCS = 256;  // chunks of a lane that can be under way
 constexpr uint64_t MAGIC = 0x6473'7472'616e'0001;
 constexpr size_t LANE_BYTES[LANES] = {16u << 20, 8u << 20};
-// A lane goes back to its first byte when it is empty and has gone further than this: the same lines stay in cache.
-constexpr size_t WARM_BYTES = 512u << 10;
+// A lane goes back to its first byte as soon as it can when it has gone further than this: the same lines stay in cache.
+constexpr size_t WARM_BYTES = 1u << 20;
 
 enum State : uint32_t { OPEN = 0, LEFT, FAILED };
 
@@ -169,6 +169,7 @@ class Ring {
     }
 
     uint64_t posted() const { return posted_; }
+    uint64_t freed() const { return freed_; }
     bool asks_for_readers() const { return head_ > WARM_BYTES || posted_ - freed_ >= DESCS - 8; }
 
     // All readers have read this many chunks.
@@ -187,8 +188,9 @@ class Ring {
         } else {
             size_t tail = block_->descs[lane_][freed_ % DESCS].offset;
             if (head_ >= tail) {  // equal: nothing but empty chunks is under way
-                if (head_ + need <= size_) at_ = head_;
-                else if (need < tail) at_ = 0;
+                bool back = need < tail;
+                if (head_ + need <= (back ? WARM_BYTES : size_)) at_ = head_;
+                else if (back) at_ = 0;
                 else return nullptr;
             } else if (head_ + need < tail) {
                 at_ = head_;
