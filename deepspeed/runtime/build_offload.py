@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision import PrecisionPolicy
+from deepspeed.runtime.swap_tensor.disk_speed import measure_disk
 from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
 from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
 from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
@@ -89,7 +90,10 @@ def offload_options(
         numel = sum(param.numel() for param in trainable)
         states = 0 if on_disk else (1 + _STATES) * precision.master_dtype(first).itemsize
         width = states + precision.accum_dtype(first).itemsize
-        check_host_memory(int(numel * section.ratio) * width // shards)
+        away = int(numel * section.ratio) // shards
+        check_host_memory(away * width)
+        if on_disk:
+            _tell_disk_speed(config, away * (1 + _STATES) * precision.master_dtype(first).itemsize)
     asked = "sub_group_size" in config.zero_config.model_fields_set
     unit = min(OffloadOptions.unit_numel, config.zero_config.sub_group_size) if asked else OffloadOptions.unit_numel
     return OffloadOptions(
@@ -131,6 +135,18 @@ def _look_at_optimizer(config: DeepSpeedConfig, basic: torch.optim.Optimizer) ->
         "overlap with copies. DeepSpeedCPUAdam (deepspeed.ops.adam) does it in one pass",
         ranks=[0],
     )
+
+
+def _tell_disk_speed(config: DeepSpeedConfig, nbytes: int) -> None:
+    """One line on rank 0: what its disk does, and what reading and writing its states costs every step."""
+    section = config.zero_config.offload_optimizer
+    if dist.get_rank() != 0 or section is None or section.nvme_path is None:
+        return
+    try:
+        speed = measure_disk(section.nvme_path, config.sections.aio)
+    except OSError:
+        return  # the store that is made next says what is wrong
+    log_dist(f"{_HERE}: {speed.describe(nbytes, nbytes)} per rank", ranks=[0])
 
 
 def check_host_memory(nbytes: int) -> None:

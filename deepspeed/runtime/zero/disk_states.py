@@ -46,24 +46,38 @@ class DiskStates:
         held = set(earlier._unit_of) if earlier is not None else set()
         for unit in self.units:
             self._adopt(unit, held)
+        self.finish()
         if earlier is not None:
             earlier.store.close()
 
-    @torch.no_grad()
     def _adopt(self, unit: Unit, held: set[int]) -> None:
         """Masters take the model's values, in a file; those of the fragments ``held`` come from an earlier one."""
-        whole = self._add(unit, _MASTER, unit.group.master_dtype)
+        values = [bound.leaf.detach() if id(bound) in held else bound.model for bound in unit.fragments]
+        whole = self._write(unit, _MASTER, list(zip(unit.fragments, values, strict=True)), unit.group.master_dtype)
         for bound in unit.fragments:
-            part = unit.part(bound, whole)
-            part.copy_(bound.leaf.detach() if id(bound) in held else bound.model)
-            bound.leaf.data = part
+            bound.leaf.data = unit.part(bound, whole)
         self.settle_unit(unit)
 
-    def _add(self, unit: Unit, key: str, dtype: torch.dtype) -> torch.Tensor:
+    @torch.no_grad()
+    def _write(
+        self, unit: Unit, key: str, values: Sequence[tuple[BoundFragment, torch.Tensor]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Put values of fragments into the file of ``key``, which is made if there is none; the mapped file.
+
+        Most of a unit goes through a buffer and past the page cache, which else would fill with what nobody reads.
+        """
         name = self._file(unit, key)
-        self.store.create(name, unit.numel, dtype)
-        self._keys[id(unit)].append(key)
-        mapped = self._mapped[id(unit), key] = self.store.mapped(name)
+        if (id(unit), key) not in self._mapped:
+            self.store.create(name, unit.numel, dtype)
+            self._keys[id(unit)].append(key)
+            self._mapped[id(unit), key] = self.store.mapped(name)
+        mapped = self._mapped[id(unit), key]
+        most = 2 * sum(bound.fragment.numel for bound, _ in values) >= unit.numel
+        whole = self.store.fetch(name) if most else mapped
+        for bound, value in values:
+            unit.part(bound, whole).copy_(value)
+        if most:
+            self.store.commit(name)
         return mapped
 
     def _file(self, unit: Unit, key: str) -> str:
@@ -72,27 +86,24 @@ class DiskStates:
     # ---- states made elsewhere -------------------------------------------------------------------------------------
 
     def settle(self, bounds: Sequence[BoundFragment]) -> None:
-        """States of these fragments that were put into memory (a first step, a loaded checkpoint) go to their files."""
+        """States of these fragments that were put into memory (a loaded checkpoint) go to their files."""
         for unit in {id(unit): unit for bound in bounds if (unit := self._unit_of.get(id(bound)))}.values():
             self.settle_unit(unit)
+        self.finish()
 
-    @torch.no_grad()
     def settle_unit(self, unit: Unit) -> None:
-        """:meth:`settle` for the fragments of ``unit``. Small values (step counts) stay in memory."""
+        """:meth:`settle` for the fragments of ``unit``, as far as to start it. Step counts stay in memory."""
+        found: dict[str, list[tuple[BoundFragment, torch.Tensor]]] = {}
         for bound in unit.fragments:
-            state = self.base.state.get(bound.leaf)
-            if not state:
-                continue
-            for key, value in list(state.items()):
-                if not isinstance(value, torch.Tensor) or value.shape != bound.leaf.shape or not value.dim():
-                    continue
-                whole = self._mapped.get((id(unit), key))
-                if whole is None:
-                    whole = self._add(unit, key, value.dtype)
-                part = unit.part(bound, whole)
-                if value.data_ptr() != part.data_ptr():
-                    part.copy_(value)
-                    state[key] = part
+            for key, value in self.base.state.get(bound.leaf, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == bound.leaf.shape and value.dim():
+                    there = self._mapped.get((id(unit), key))
+                    if there is None or unit.part(bound, there).data_ptr() != value.data_ptr():
+                        found.setdefault(key, []).append((bound, value))
+        for key, values in found.items():
+            whole = self._write(unit, key, values, values[0][1].dtype)
+            for bound, _ in values:
+                self.base.state[bound.leaf][key] = unit.part(bound, whole)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
