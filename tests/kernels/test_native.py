@@ -29,7 +29,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     program = tmp_path / "driver"
     flags = [*isa.choose().flags, *build.LIBRARIES["optimizers"]]
     command = [
-        compiler, "-std=c++17", "-O1", "-g0", *flags, "-pthread", "-fsanitize=address,undefined",
+        compiler, "-std=c++17", "-O0", "-g0", *flags, "-pthread", "-fsanitize=address,undefined",
         "-fno-sanitize-recover=all", f"-I{build.SOURCES}", str(ROOT / "tests" / "kernels" / "optimizers_driver.cpp"),
         "-o", str(program),
     ]  # fmt: skip
@@ -145,6 +145,29 @@ def test_what_is_not_finite_spreads_as_in_torch(amsgrad: bool) -> None:
         ):
             assert torch.equal(mine.isnan(), other.isnan())
             assert torch.equal(mine.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_what_is_not_finite_in_low_precision_spreads_as_in_torch(dtype: torch.dtype) -> None:
+    odd = [math.inf, -math.inf, math.nan, torch.finfo(dtype).max, torch.finfo(dtype).tiny / 4, -0.0, 1.0]
+    start = torch.randn(16 * 50 + 7)
+    start[100:107], start[-7:] = torch.tensor(odd), torch.tensor(odd)
+    ours, theirs = (torch.nn.Parameter(start.to(dtype)) for _ in range(2))
+    optimizer = DeepSpeedCPUAdam([ours], lr=0.1, fp32_optimizer_states=False)
+    reference = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0, fused=True)
+    for step in range(3):
+        grad = torch.randn(start.numel())
+        grad[300 + step], grad[500 + step], grad[102] = math.inf, math.nan, 1e-40
+        ours.grad, theirs.grad = grad.to(dtype), grad.to(dtype)
+        optimizer.step()
+        reference.step()
+        for mine, other in (
+            (ours, theirs),
+            *((optimizer.state[ours][k], reference.state[theirs][k]) for k in ("exp_avg", "exp_avg_sq")),
+        ):
+            assert torch.equal(mine.isnan(), other.isnan())
+            assert torch.equal(mine.float().nan_to_num(7.0), other.float().nan_to_num(7.0))
 
 
 @pytest.mark.usefixtures("three_threads")

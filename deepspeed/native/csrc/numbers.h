@@ -42,12 +42,16 @@ inline uint16_t bf16_of(float value) {
   return uint16_t(value != value ? 0x7fc0u : rounded);
 }
 
-// The upper halves of the results, in the lower half of each element.
-inline Bits bf16_bits(Vec value) {
+// The results in the upper half of each element, something else in the lower one. For finite numbers.
+inline Bits bf16_above(Vec value) {
   const Bits bits = (Bits)value;
-  const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+// The results in the lower half of each element.
+inline Bits bf16_bits(Vec value) {
   const Bits not_a_number = Bits{} + 0x7fc0u;
-  return value != value ? not_a_number : rounded;
+  return value != value ? not_a_number : bf16_above(value) >> 16;
 }
 
 inline Halves bf16_of(Vec value) { return __builtin_convertvector(bf16_bits(value), Halves); }

@@ -66,8 +66,10 @@ __attribute__((noinline)) void loop(const Step& given, const Run& whole) {
   const Run run = whole;
   for (int64_t i = 0; i < run.count; i += numbers::count_of<F>()) {
     F state[Step::states], value = fetch<param, F>(run.at[PARAM], i);
+#pragma GCC unroll 4
     for (int s = 0; s < Step::states; ++s) state[s] = s < states ? fetch<kind, F>(run.at[STATE + s], i) : F{};
-    step(value, fetch<grad, F>(run.at[GRAD], i) * scale, state);
+    step.template run<false>(value, fetch<grad, F>(run.at[GRAD], i) * scale, state);
+#pragma GCC unroll 4
     for (int s = 0; s < Step::states; ++s)
       if (s < states) put<kind>(run.at[STATE + s], i, state[s]);
     put<param>(run.at[PARAM], i, value);
@@ -75,28 +77,62 @@ __attribute__((noinline)) void loop(const Step& given, const Run& whole) {
   }
 }
 
-// All bf16: two vectors of numbers in the halves of one vector of bits, so that nothing has to be shuffled.
+// Two vectors of bf16 numbers in the halves of one vector of bits, so that nothing has to be shuffled.
+template <class Step>
+struct Halves {
+  static constexpr int places = 2 + Step::states;
+  Bits packed[places];
+
+  // The numbers after the update, of the upper or the lower halves.
+  template <bool FINITE>
+  inline void update(const Step& step, bool upper, Vec scale, Vec* value) const {
+#pragma GCC unroll 8
+    for (int place = 0; place < places; ++place)
+      value[place] = (Vec)(upper ? packed[place] & 0xffff0000u : packed[place] << 16);
+    step.template run<FINITE>(value[PARAM], value[GRAD] * scale, value + STATE);
+  }
+};
+
+// Rare, and so not part of the loop: with infinities or NaN.
+template <class Step>
+__attribute__((noinline)) void careful_halves(const Step& step, const Run& run, int64_t i) {
+  Halves<Step> halves;
+  Vec lower[halves.places], upper[halves.places];
+  for (int place = 0; place < halves.places; ++place) halves.packed[place] = vectors::load<Bits>(run.at[place] + 2 * i);
+  halves.template update<false>(step, false, rules::all<Vec>(run.scale), lower);
+  halves.template update<false>(step, true, rules::all<Vec>(run.scale), upper);
+  for (int place = 0; place < halves.places; ++place)
+    if (place != GRAD)
+      vectors::store(run.at[place] + 2 * i, numbers::bf16_bits(lower[place]) | numbers::bf16_bits(upper[place]) << 16);
+}
+
+// All bf16.
 template <class Step>
 __attribute__((noinline)) void loop_in_halves(const Step& given, const Run& whole) {
   const Step step = given;
   const Run run = whole;
-  constexpr int places = 2 + Step::states;
   const Vec scale = rules::all<Vec>(run.scale);
+  Halves<Step> halves;
+  constexpr int places = halves.places;
   for (int64_t i = 0; i < run.count; i += 2 * LANES) {
-    Bits packed[places], result[places];
-    for (int place = 0; place < places; ++place) packed[place] = vectors::load<Bits>(run.at[place] + 2 * i);
-    for (int half = 0; half < 2; ++half) {
-      Vec value[places];
-      for (int place = 0; place < places; ++place)
-        value[place] = (Vec)(half ? packed[place] & 0xffff0000u : packed[place] << 16);
-      step(value[PARAM], value[GRAD] * scale, value + STATE);
-      for (int place = 0; place < places; ++place) {
-        const Bits bits = numbers::bf16_bits(value[place]);
-        result[place] = half ? result[place] | bits << 16 : bits;
-      }
+#pragma GCC unroll 8
+    for (int place = 0; place < places; ++place) halves.packed[place] = vectors::load<Bits>(run.at[place] + 2 * i);
+    Vec lower[places], upper[places];
+    halves.template update<true>(step, false, scale, lower);
+    halves.template update<true>(step, true, scale, upper);
+    Vec sum = lower[PARAM] + upper[PARAM];
+#pragma GCC unroll 8
+    for (int place = STATE; place < places; ++place) sum = sum + (lower[place] + upper[place]);
+    if (__builtin_expect(!vectors::all_finite(sum), 0)) {
+      careful_halves(given, whole, i);
+      continue;
     }
-    for (int place = 0; place < places; ++place)
-      if (place != GRAD) vectors::store(run.at[place] + 2 * i, result[place]);
+#pragma GCC unroll 8
+    for (int place = 0; place < places; ++place) {
+      if (place == GRAD) continue;
+      const Bits below = numbers::bf16_above(lower[place]) >> 16, above = numbers::bf16_above(upper[place]);
+      vectors::store(run.at[place] + 2 * i, below | (above & 0xffff0000u));
+    }
   }
 }
 

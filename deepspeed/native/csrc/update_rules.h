@@ -8,7 +8,8 @@
 // Compiled with -ffp-contract=off: a multiplication and an addition are one operation only where it is written so.
 //
 // A rule holds the numbers of a step, made from eight doubles (the order is that of the Python classes). Step<F, FORM>
-// is one form of it in registers: `operator()(param, grad, states)`. Forms are compiled on their own where they are
+// is one form of it in registers: `run<FINITE>(param, grad, states)`, where FINITE promises that results which
+// are not finite will not be used. Forms are compiled on their own where they are
 // common; GENERAL decides at run time and serves the others, and all tails.
 #pragma once
 
@@ -58,10 +59,13 @@ struct Divisor {
     y = all<F>(float(exact));
     z = all<F>(float(exact - double(float(exact))));
   }
+  // FINITE: the caller knows that `a` is, or does not use the result.
+  template <bool FINITE>
   inline F under(F a) const {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     const F near = multiply_add(a, y, a * z);
     const F exact = multiply_add(multiply_add(-near, b, a), y, near);
+    if (FINITE) return exact;
     return a < all<F>(__builtin_inff()) ? exact : a;
 #else
     return a / b;
@@ -107,7 +111,8 @@ struct Adam {
           s(all<F>(a.minus_step_size)), d(all<F>(a.decay)), bias(a.bias2_sqrt), decay_form(a.decay_form),
           small(a.average.small), amsgrad(a.amsgrad) {}
 
-    inline void operator()(F& param, F grad, F* state) const {
+    template <bool FINITE>
+    inline void run(F& param, F grad, F* state) const {
       const int form = FORM == GENERAL ? decay_form : FORM;
       F g = grad, w = param;
       if (form == L2) g = multiply_add(w, d, g);
@@ -123,7 +128,7 @@ struct Adam {
         square = amsgrad ? most : square;
         state[2] = most;
       }
-      param = w + s * mean / (bias.under(square_root(square)) + e);
+      param = w + s * mean / (bias.template under<FINITE>(square_root(square)) + e);
     }
   };
 
@@ -153,7 +158,8 @@ struct Adagrad {
 
     explicit Step(const Adagrad& a) : r(all<F>(a.rate)), e(all<F>(a.eps)), d(all<F>(a.decay)), form(a.form) {}
 
-    inline void operator()(F& param, F grad, F* state) const {
+    template <bool>
+    inline void run(F& param, F grad, F* state) const {
       const F g = (FORM == GENERAL ? form : FORM) == DECAY ? multiply_add(param, d, grad) : grad;
       state[0] = multiply_add(g, g, state[0]);
       param = param - r * g / (square_root(state[0]) + e);
@@ -189,7 +195,8 @@ struct Lion {
         : aim(all<F>(l.direction.coefficient)), average(all<F>(l.momentum.coefficient)), r(all<F>(l.rate)),
           k(all<F>(l.kept)), small_aim(l.direction.small), small_average(l.momentum.small) {}
 
-    inline void operator()(F& param, F grad, F* state) const {
+    template <bool>
+    inline void run(F& param, F grad, F* state) const {
       const F none = all<F>(0.0f), towards = lerp(state[0], grad, aim, FORM == COMMON || small_aim);
       // The sign of 0 and of NaN is 0. Multiplying by 1 changes nothing, so there is no form without decay.
       param = param * k - ((towards > none ? r : none) - (towards < none ? r : none));

@@ -59,6 +59,19 @@ inline Vec square_root(Vec value) {
 #endif
 }
 
+// Whether every element is finite. A sum may be given for several values: it is not finite if one of them is not.
+inline bool all_finite(Vec value) {
+  const Vec zero_or_nan = value - value;
+  const Bits is_nan = (Bits)(zero_or_nan != zero_or_nan);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return __builtin_ia32_movmskps256((Vec)is_nan) == 0;
+#else
+  uint32_t any = 0;
+  for (int64_t k = 0; k < LANES; ++k) any |= is_nan[k];
+  return any == 0;
+#endif
+}
+
 // a * b + c, rounded once where the instruction set has that; the kernels of torch do the same.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
