@@ -8,12 +8,12 @@ Invariant: a file listed here was complete and on disk, with these bytes, when t
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from deepspeed.checkpoint import durable, names
+from deepspeed.utils.crc32 import crc32
 from deepspeed.utils.torch_file import Written
 
 _VERSION = 1
@@ -91,7 +91,7 @@ def file_crc32(path: Path) -> int:
     view = memoryview(buffer)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            crc = zlib.crc32(view[:count], crc)
+            crc = crc32(view[:count], crc)
     return crc
 
 

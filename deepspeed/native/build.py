@@ -48,6 +48,7 @@ _FLAGS = (*_CODE, "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # Compiler flags one library needs beside the common ones.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "aio": (),
+    "crc32": (),
     # Multiplications and additions are fused where the source says so and nowhere else: bits are compared with torch.
     # Vectors are written out, so that -O2 makes the same loops as -O3 in half the time.
     "optimizers": ("-O2", "-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from deepspeed.utils.crc32 import crc32
 from deepspeed.utils.host_buffer import RunCopier, round_up
 
 _PIECE_NBYTES = 8 << 20  # bytes handled at a time: checksum and write share the cache, device copies stay small
@@ -268,7 +269,7 @@ class _Archive:
         self._file.write(blank)
         crc = found = 0
         for piece in pieces:
-            crc = zlib.crc32(piece, crc)
+            crc = crc32(piece, crc)
             self._file.write(piece)
             found += len(piece)
         assert found == nbytes, f"record {name}: {found} bytes came, {nbytes} were announced"

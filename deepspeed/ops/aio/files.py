@@ -59,7 +59,7 @@ class AioFile:
         end = offset + nbytes
         if facts.st_size >= end and facts.st_blocks * 512 >= facts.st_size:
             return  # every byte of the file has its place already
-        code = _fallocate(self.plain, _KEEP_SIZE, offset, nbytes)
+        code = _allocate_ahead(self.plain, offset, nbytes)
         missing = max(0, end - facts.st_blocks * 512)
         if code in _CANNOT_RESERVE:
             free = free_nbytes(self.path)
@@ -104,12 +104,12 @@ def _libc_fallocate() -> Callable[..., int] | None:
     return function
 
 
-def _fallocate(handle: int, mode: int, offset: int, nbytes: int) -> int:
-    """0 or an errno."""
+def _allocate_ahead(handle: int, offset: int, nbytes: int) -> int:
+    """Room on the disk for a range of an open file, whose size stays. 0 or an errno."""
     function = _libc_fallocate()
     if function is None:
         return errno.ENOSYS
-    while nbytes > 0 and function(handle, mode, offset, nbytes) != 0:
+    while nbytes > 0 and function(handle, _KEEP_SIZE, offset, nbytes) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             return code
