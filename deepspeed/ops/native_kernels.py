@@ -77,11 +77,16 @@ class Table:
 
         states: one list per state. outs: copies of the new values, None where there is none. rules: of each row.
         """
-        columns = [params, grads, *states]
         rows = array.array("q", bytes(8 * ROW * len(params)))
-        for place, column in enumerate(columns):
+        kinds = [0] * len(params)
+        for place, column in enumerate((params, grads, *states)):
             rows[place::ROW] = array.array("q", map(_data_ptr, column))
-        kinds = _kinds(columns)
+            dtypes = [tensor.dtype for tensor in column]
+            if dtypes.count(dtypes[0]) == len(dtypes):
+                first = KINDS[dtypes[0]] << 4 * place
+                kinds = [kind | first for kind in kinds]
+            else:
+                kinds = [kind | KINDS[dtype] << 4 * place for kind, dtype in zip(kinds, dtypes, strict=True)]
         self._written.append(params)
         self._kept.append((grads, states))
         if outs is not None:
@@ -122,16 +127,6 @@ def all_readable(tensors: list[torch.Tensor]) -> bool:
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether a kernel may walk the memory of this tensor: a plain, contiguous one of a known dtype on the CPU."""
     return all_readable([tensor])
-
-
-def _kinds(columns: list[list[torch.Tensor]]) -> list[int]:
-    """The kinds of each row: four bits for every column."""
-    dtypes = [[tensor.dtype for tensor in column] for column in columns]
-    if all(column.count(column[0]) == len(column) for column in dtypes):
-        return [sum(KINDS[column[0]] << 4 * place for place, column in enumerate(dtypes))] * len(dtypes[0])
-    return [
-        sum(KINDS[dtype] << 4 * place for place, dtype in enumerate(row)) for row in zip(*dtypes, strict=True)
-    ]
 
 
 def sumsq(tensors: Sequence[torch.Tensor]) -> tuple[float, bool]:
