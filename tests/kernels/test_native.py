@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,15 @@ def test_a_forked_child_computes_on() -> None:
         pytest.fail("the child hangs")
     assert os.waitstatus_to_exitcode(status) == 0
     assert native_kernels.sumsq([values])[0] == 1 << 20
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_callers_on_several_threads_do_not_meet() -> None:
+    values = [torch.full((200_000 + k,), float(k)) for k in range(4)]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(10):
+            found = list(callers.map(lambda tensor: native_kernels.sumsq([tensor])[0], values))
+            assert found == [k * k * (200_000.0 + k) for k in range(4)]
 
 
 @pytest.mark.usefixtures("three_threads")
