@@ -54,7 +54,10 @@ class GradAccumulation:
         self.micro_steps = self.origin = micro_steps
 
     def finish_micro_step(self) -> None:
+        """After ``step()``. A boundary set by hand ends its window wherever it stands, and the next one begins."""
         self.micro_steps += 1
+        if self.forced:
+            self.origin = self.micro_steps
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -101,6 +101,7 @@ def offload_options(
         ratio=float(section.ratio),
         unit_numel=max(1, unit),
         disk=_store_maker(config) if on_disk else None,
+        speculate=section.super_offload,
     )
 
 

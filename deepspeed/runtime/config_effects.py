@@ -143,12 +143,18 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
 
 
 _FILES = "it needs device nvme"
+_THREADS = "the worker uses as many threads as torch does"
 _MAPPED = "shards at device nvme are mapped files, of which the system keeps in memory what is free"
 _OFFLOAD_KEYS: dict[tuple[str, str], dict[str, str]] = {
     ("offload_optimizer", "cpu"): dict.fromkeys(
         ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"), _FILES
-    ),
-    ("offload_optimizer", "nvme"): {"fast_init": "room in files is reserved, and nothing is written to make them"},
+    )
+    | {"cpuadam_cores_perc": _THREADS},
+    ("offload_optimizer", "nvme"): {
+        "fast_init": "room in files is reserved, and nothing is written to make them",
+        "super_offload": "it needs device cpu",
+        "cpuadam_cores_perc": "it needs device cpu",
+    },
     ("offload_param", "cpu"): dict.fromkeys(("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"), _FILES),
     ("offload_param", "nvme"): dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu", "pin_memory"), _MAPPED),
 }

@@ -31,6 +31,8 @@ def read_config(loaded: LoadedConfig, *, strict: bool, partial: bool) -> tuple[C
     if report.unfilled:
         if partial:
             report.auto_keys += report.unfilled
+            for key in report.unfilled:
+                report.taint(key)  # its value comes later: no rule can say anything about it yet, nor miss it
         else:
             report.problems.append(_unfilled(report))
     if strict:

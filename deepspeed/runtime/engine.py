@@ -96,6 +96,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.checkpoint: Any = parts.make_checkpoint_manager(self) if parts.make_checkpoint_manager else None
         if self.zero_optimizer is not None:
             self.zero_optimizer.should_reduce = self._should_reduce
+            self.zero_optimizer.at_boundary = self.accumulation.is_boundary
             self.zero_optimizer.on_raw_begin = self._on_raw_begin
         self._follow_accumulation()
 

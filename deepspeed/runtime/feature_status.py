@@ -68,12 +68,6 @@ def _switch(path: str, what: str, key: str = "enabled") -> MissingFeature:
 
 MISSING_FEATURES: tuple[MissingFeature, ...] = (
     _row(
-        "zero_optimization.offload_optimizer.super_offload",
-        lambda s: _zero(s).stage >= 1 and bool(_zero(s).offload_optimizer and _zero(s).offload_optimizer.super_offload),
-        "SuperOffload",
-        "use false",
-    ),
-    _row(
         "zero_optimization.zenflow",
         lambda s: _zero(s).stage >= 1 and _zero(s).zenflow is not None,
         "ZenFlow",

@@ -37,7 +37,10 @@ Pick = Callable[["BoundFragment"], "torch.Tensor | None"]
 
 def _owner(param: nn.Parameter) -> ZeroOptimizer | None:
     reference = getattr(param, "_ds_zero_owner", None)
-    return reference() if reference is not None else None
+    owner: ZeroOptimizer | None = reference() if reference is not None else None
+    if owner is not None:
+        owner.undo_speculation()
+    return owner
 
 
 def _must_own(param: nn.Parameter, call: str) -> ZeroOptimizer:

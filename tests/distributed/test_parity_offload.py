@@ -24,6 +24,7 @@ PARAMETERS = {**RELEASED, "offload_param": {"device": "cpu"}}
 PARAMETERS_ALONE = {"offload_param": {"device": "cpu"}, "reduce_bucket_size": 50}
 DISK = {**RELEASED, **offload_sections("disk"), "sub_group_size": 30}
 DISK_ALL = {**offload_sections("disk_all"), "sub_group_size": 200}
+SUPER = {**IN_UNITS, **offload_sections("super")}
 TWIN_FLOW = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "reduce_bucket_size": 64}
 DAILY_MODELS = ("shared", "lora", "degenerate")
 MODELS = ("tied", "unused", "llama", "embeddings")
@@ -40,6 +41,7 @@ def _in_daily_run(world_size: int, precision: str, optimizer: str) -> bool:
 def test_same_training_as_plain_torch(pool, world_size: int, precision: str, optimizer: str) -> None:
     rows = ((1, CPU, 1, 0.5), (2, IN_UNITS, 3, 0.0), (3, IN_UNITS, 1, 0.5), (3, RELEASED, 3, 0), (3, TWIN_FLOW, 1, 0))
     rows += ((3, PARAMETERS, 3, 0.5), (3, PARAMETERS_ALONE, 1, 0.5), (3, DISK, 1, 0), (3, DISK_ALL, 3, 0.5))
+    rows += ((2, SUPER, 1, 0.0), (3, SUPER, 3, 0.5))
     cases = [Case(stage, precision, micros, clip, optimizer, zero=zero) for stage, zero, micros, clip in rows]
     assert_same_training(pool, world_size, cases)
 

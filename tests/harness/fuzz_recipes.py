@@ -221,8 +221,8 @@ def draw_offload(seed: int) -> Recipe:
     recipe = draw_stage_3(seed) if rng.random() < 0.6 else draw(seed)
     recipe = replace(recipe, stage=max(recipe.stage, 1))
     zero = (*recipe.zero, ("sub_group_size", rng.choice((10, 40, 1000))))
-    kinds = ("cpu", "half", "param", "all", "disk", "disk_param", "disk_all")
-    offload = rng.choice(kinds) if recipe.stage == 3 else "cpu"
+    kinds = ("cpu", "half", "super", "param", "all", "disk", "disk_param", "disk_all")
+    offload = rng.choice(kinds if recipe.stage == 3 else ("cpu", "super"))
     if recipe.world_size == 1 and any(op.kind == "no_sync" for op in recipe.ops):
         offload = "cpu"  # one rank that releases weights reduces in every backward, and adds up in that order
     recipe = replace(recipe, zero=zero, offload=offload)
@@ -314,7 +314,7 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
         yield replace(recipe, zero=recipe.zero[:index] + recipe.zero[index + 1 :])
     if recipe.world_size > 1:
         yield replace(recipe, world_size=recipe.world_size - 1)
-    if recipe.stage > 0 and recipe.offload in ("", "cpu"):
+    if recipe.stage > 0 and recipe.offload in ("", "cpu", "super"):
         yield replace(recipe, stage=recipe.stage - 1)
     if recipe.accumulation > 1:
         yield replace(recipe, accumulation=1)

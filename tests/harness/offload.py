@@ -32,13 +32,14 @@ def offloads(zero: Mapping[str, Any]) -> bool:
 
 
 def offload_sections(kind: str) -> dict[str, Any]:
-    """The keys of `zero_optimization` for a kind of offload: cpu, half, param, all; disk, disk_param, disk_all."""
+    """The keys of `zero_optimization` for cpu, half, super, param, all; disk, disk_param, disk_all."""
     place: dict[str, Any] = {"device": "cpu"}
     if kind.startswith("disk"):
         place = {"device": "nvme", "nvme_path": os.path.join(tempfile.gettempdir(), "deepspeed-test-swap")}
     sections: dict[str, Any] = {}
     if not kind.endswith("param"):
-        sections["offload_optimizer"] = {**place, **({"ratio": 0.5} if kind == "half" else {})}
+        more = {"half": {"ratio": 0.5}, "super": {"super_offload": True}}.get(kind, {})
+        sections["offload_optimizer"] = {**place, **more}
     if kind.endswith(("param", "all")):
         sections["offload_param"] = dict(place)
     return sections

@@ -75,7 +75,8 @@ class FusedUpdate:
             # Schedulers look at it, to tell who steps first.
             self.base._opt_called = True  # type: ignore[attr-defined]
         if staged is not None:
-            self._send(unit, staged)
+            send(unit, staged)
+            self._stages[id(group.host)].sent()
         return True
 
     # ---- offloaded units -------------------------------------------------------------------------------------------
@@ -90,17 +91,17 @@ class FusedUpdate:
             staged.zero_()  # padding
         return staged
 
-    def _send(self, unit: Unit, staged: torch.Tensor) -> None:
-        group = unit.group
-        if group.sharded:
-            for segment in unit.segments:
-                at = segment.shard_start - unit.shard_start
-                piece = staged.narrow(0, at, segment.piece_numel)
-                group.model_piece(segment).copy_(piece, non_blocking=True)
-        else:
-            for bound in unit.fragments:
-                bound.model.copy_(unit.part(bound, staged), non_blocking=True)
-        self._stages[id(group.host)].sent()
+
+def send(unit: Unit, staged: torch.Tensor) -> None:
+    """Start to copy the new values of ``unit``, in host memory and the model's dtype, into the model."""
+    group = unit.group
+    if group.sharded:
+        for segment in unit.segments:
+            piece = staged.narrow(0, segment.shard_start - unit.shard_start, segment.piece_numel)
+            group.model_piece(segment).copy_(piece, non_blocking=True)
+    else:
+        for bound in unit.fragments:
+            bound.model.copy_(unit.part(bound, staged), non_blocking=True)
 
 
 class _Stages:

@@ -5,7 +5,7 @@ The reducer of several ranks is ``reduce.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ class Reducer(Protocol):
     active: bool
     held_back: bool
     launched: int
+    on_landed: Callable[[ShardGroup, int], None]
 
     def begin_backward(self, *, reduce: bool) -> None: ...
     def grad_ready(self, group_number: int, position: int) -> None: ...
@@ -51,6 +52,7 @@ class LocalGrads:
         self.touched = [bytearray(len(group.params)) for group in self.groups]
         self.active = self.held_back = False
         self.launched = 0
+        self.on_landed: Callable[[ShardGroup, int], None] = lambda group, position: None
 
     def begin_backward(self, *, reduce: bool) -> None:
         self.active = True
@@ -59,6 +61,7 @@ class LocalGrads:
         group = self.groups[group_number]
         if group.offloaded:
             group.grad_to_host(position)
+            self.on_landed(group, position)
         elif group.accum_dtype != group.dtype:
             accumulate_locally(group, position)
 

@@ -83,10 +83,10 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """[stage 3] Share of sub-groups stepped on the host; below 1.0 needs stage 3. Example: 0.3."""
 
     super_offload: Flag = False
-    """[stage 3] Use the SuperOffload executor (CUDA only). Example: true."""
+    """[stages 1-3] Update during backward, undo what is clipped or skipped. Example: true."""
 
     cpuadam_cores_perc: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.8
-    """[stage 3] Share of host cores given to the SuperOffload Adam worker. Example: 0.8."""
+    """[stages 1-3] Share of host cores for the SuperOffload worker; without effect. Example: 0.8."""
 
     @property
     def pipeline(self) -> bool:

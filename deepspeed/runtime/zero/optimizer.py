@@ -45,6 +45,7 @@ from deepspeed.runtime.zero.reduce import GradReducer, ReduceOptions
 from deepspeed.runtime.zero.routes import GradRoute, ShardRanks
 from deepspeed.runtime.zero.shard_group import BoundFragment, GroupSpec, ShardGroup
 from deepspeed.runtime.zero.sharded_module import ShardedModule
+from deepspeed.runtime.zero.speculation import Speculation
 from deepspeed.runtime.zero.stepper import InlineStepper, scale_in_place
 from deepspeed.utils.logging import logger
 
@@ -65,6 +66,7 @@ class OffloadOptions:
     pin: bool = True
     ratio: float = 1.0
     unit_numel: int = 1 << 25
+    speculate: bool = False  # update during backward, undo what is clipped or skipped
     # Makes the store that masters and states go to instead, with buffers of so many bytes.
     disk: Callable[[int], NvmeStore] | None = None
 
@@ -145,6 +147,8 @@ class ZeroOptimizer(ZeROOptimizer):
         self.clip_coefficient = 1.0
         self.grad_multiplier = 1.0  # the engine's correction for plain loss.backward() under accumulation
         self.should_reduce: Callable[[], bool] = lambda: True
+        self.at_boundary: Callable[[], bool] = lambda: False  # of the backward that begins; False: not known
+        self.speculation: Speculation | None = None
         self.on_raw_begin: Callable[[], None] = lambda: None
         self.peak_bytes: dict[str, int] = {}
         self._windows_measured = 0
@@ -342,9 +346,18 @@ class ZeroOptimizer(ZeROOptimizer):
             store = offload.disk(max(sizes, default=1))
             self.disk_states = DiskStates(store, self.optimizer, self.stepper.units, self.disk_states)
             self.stepper.disk = self.disk_states
+        if offload is not None and offload.speculate and self.reducer.replicas == 1:
+            if self.speculation is not None:
+                self.speculation.close()
+            self.speculation = self.stepper.speculation = Speculation(
+                self.optimizer, self.stepper.units, at_boundary=lambda: self.at_boundary(), unscale=self.unscale
+            )
+            self.reducer.on_landed = self.speculation.landed
+            for group in self.groups:
+                group.before_pull = self.undo_speculation
         self.watch = BackwardWatch(
             self.reducer,
-            should_reduce=lambda: self.should_reduce(),
+            should_reduce=self._backward_begins,
             on_raw_begin=lambda: self.on_raw_begin(),
             on_ending=self._backward_ending,
             on_end=self._backward_ended,
@@ -416,6 +429,16 @@ class ZeroOptimizer(ZeROOptimizer):
         self.watch.end_managed()
         self._measure()
 
+    def _backward_begins(self) -> bool:
+        if self.speculation is not None:
+            self.speculation.begin()
+        return self.should_reduce()
+
+    def undo_speculation(self) -> None:
+        """Masters and states are those of the last step when this returns."""
+        if self.speculation is not None:
+            self.speculation.roll_back()
+
     def _backward_ending(self) -> None:
         if self.sharding is not None:
             self.sharding.gatherer.clear_out()
@@ -438,6 +461,10 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def reduce_now(self) -> None:
         """Finish this window's reductions so that gradients can be read or changed before ``step``. Collective."""
+        self.undo_speculation()
+        self._reduce_now()
+
+    def _reduce_now(self) -> None:
         self.reducer.finish()
         self._settle_on_host()
 
@@ -492,8 +519,8 @@ class ZeroOptimizer(ZeROOptimizer):
                 "step() under torch.inference_mode(): weights and optimizer states made there can never be trained "
                 "again. No weight was changed. Call step() outside of it (torch.no_grad() around it is fine)"
             )
-        self.absorb_edits()
-        self.reduce_now()
+        self._absorb_edits()
+        self._reduce_now()
         facts = self._facts()
         self._name_unread_gradients()
         if not self.options.accept_unused:
@@ -502,6 +529,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.norm = facts.norm * unscale
         self.overflow = self.precision.check_overflow and facts.overflow
         if self.overflow:
+            self.undo_speculation()
             self._report_overflow(facts)
         else:
             self.clip_coefficient = clip_coefficient(self.norm, self.clip_grad)
@@ -559,6 +587,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def clear_window(self) -> None:
         """Forget gradients and start a new window (after a step, a skipped step, or ``zero_grad``)."""
+        self.undo_speculation()
         self.reducer.reset()
         self.watch.new_window()
         for group in self.groups:
@@ -594,6 +623,10 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def absorb_edits(self) -> None:
         """Masters follow weights written in place; called before anything reads or updates masters."""
+        self.undo_speculation()
+        self._absorb_edits()
+
+    def _absorb_edits(self) -> None:
         self._refuse_if_destroyed()
         for group in self.groups:
             group.absorb_edits()
@@ -662,6 +695,8 @@ class ZeroOptimizer(ZeROOptimizer):
         if not self.groups:
             return
         self.watch.remove()
+        if self.speculation is not None:
+            self.speculation.close()
         if self.disk_states is not None:
             self.disk_states.close()
         for group in self.groups:

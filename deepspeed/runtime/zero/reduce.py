@@ -18,7 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ class GradReducer:
         self.active = False  # the current backward reduces
         self.held_back = False  # gradients have accumulated locally since the last launch
         self.launched = 0  # collectives in this window
+        # Told when the gradients of a segment are in the shard, as far as this window's backward passes went.
+        self.on_landed: Callable[[ShardGroup, int], None] = lambda group, segment: None
         self._rows_sent = False  # row-wise gradients of this window are reduced (at the boundary only)
         # Parameters without gradient in the last backward are not waited for: one unused layer must not hold up every
         # bucket behind it. Only the moment of a launch depends on this, never the order.
@@ -275,6 +277,7 @@ class GradReducer:
             )  # fmt: skip
         bucket.close_piece()
         bucket.reduced = True
+        self.on_landed(bucket.group, bucket.segment.index)
 
     def _push_on(self, but: int = -1) -> None:
         """Start the second hops of what is in flight, in the order of the launches."""
@@ -389,6 +392,8 @@ class GradReducer:
         bucket, buffer, pending, held = entry
         pending.wait()
         bucket.close_piece()
+        if bucket.group.sharded:
+            self.on_landed(bucket.group, bucket.segment.index)
         if not bucket.group.sharded:
             self._write_back(bucket, buffer)
         elif not self.workspace.owns(buffer):

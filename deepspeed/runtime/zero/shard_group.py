@@ -18,7 +18,7 @@ decay), step counts are per parameter, and any optimizer works on whole tensors 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -96,6 +96,7 @@ class ShardGroup:
         self.state_device = HOST if self.offloaded else self.device
         self.aliased = self.master_dtype == self.dtype and not self.offloaded
         self.by_rows = spec.by_rows
+        self.before_pull: Callable[[], None] = lambda: None  # called before masters take the weights' values
         # Reduced replicated gradients: in accum dtype where they were sent in it, else in the parameter's.
         self.result_dtype = self.accum_dtype if self.comm_dtype == self.accum_dtype else self.dtype
         self.flat: torch.Tensor | None = None  # 1D, all parameters
@@ -301,6 +302,7 @@ class ShardGroup:
         """Refresh masters from the model's elements: all of them or those of the parameters at ``positions``."""
         if self.aliased:
             return
+        self.before_pull()
         for bound in self.fragments:
             if positions is None or bound.position in positions:
                 bound.leaf.detach().copy_(bound.model)

@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.norm import BoundaryFacts
 from deepspeed.runtime.zero.publish import Publisher
 from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
 from deepspeed.runtime.zero.slices import can_slice, step_in_slices
+from deepspeed.runtime.zero.speculation import Speculation
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +70,7 @@ class InlineStepper:
         self.split = split
         self.units = [unit for number, group in enumerate(self.groups) for unit in self._units(number, group)]
         self.disk: DiskStates | None = None  # of the units whose masters and states are in files
+        self.speculation: Speculation | None = None  # of units that were updated during backward
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -90,6 +92,8 @@ class InlineStepper:
     @torch.no_grad()
     def update(self, facts: BoundaryFacts, scale: float) -> None:
         """One optimizer step. Gradients are multiplied by ``scale`` (unscale, clip, op) on the way."""
+        if self.speculation is not None:
+            self.speculation.settle(facts, scale)
         # Gradients used where they lie go first, in one call: a later call must not find them on their leaves again.
         left = [unit for unit in self.units if not self._update_fused(unit, facts, scale)]
         in_place = [unit for unit in left if self._in_place(unit, facts) and not unit.group.on_disk]
@@ -109,7 +113,9 @@ class InlineStepper:
 
     def _update_fused(self, unit: Unit, facts: BoundaryFacts, scale: float) -> bool:
         touched = facts.touched[unit.number]
-        if self.disk is not None and self.disk.holds(unit):
+        if self.speculation is not None and self.speculation.commit(unit):
+            done = True
+        elif self.disk is not None and self.disk.holds(unit):
             if rows_of(self.base) is None:
                 return False
             with self.disk.at_hand(unit):

@@ -19,7 +19,6 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm import collectives, same_host, shm_channel
-from deepspeed.comm.group_facts import facts_of
 from deepspeed.native.build import NativeUnavailable
 
 LIMIT_S = 2.0
@@ -29,7 +28,7 @@ def meet(group: Any = None) -> str:
     """After the calls beside which the ranks meet: what carries the group's tensors."""
     for _ in range(3):
         collectives.barrier(group)
-    return same_host.describe(facts_of(group))
+    return same_host.describe(group)
 
 
 def start_with_limit() -> int:
@@ -239,12 +238,11 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm import same_host
-from deepspeed.comm.group_facts import facts_of
 
 deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
 for _ in range(3):
     dist.all_reduce(torch.ones(3_000_000))
-assert same_host.describe(facts_of(None)) == "shared memory"
+assert same_host.describe() == "shared memory"
 if dist.get_rank() == 1:
     dist.all_reduce(torch.ones(30_000_000), async_op=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -256,6 +254,7 @@ except dist.CollectiveError as error:
 """
 
 
+@pytest.mark.wide  # two programs from nothing; `test_shm_channel.py` kills a rank, too
 def test_a_killed_rank_is_noticed_and_nothing_is_left_behind() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

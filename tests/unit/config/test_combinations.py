@@ -290,9 +290,6 @@ def test_settings_at_their_defaults_are_not(config: dict) -> None:
 # What asks for each row of the table; a row added without a case here fails the test below.
 ASKS: dict[str, dict] = {
     "zero_optimization.stage": zero(stage=3),
-    "zero_optimization.offload_optimizer.super_offload": zero(
-        stage=3, offload_optimizer={**CPU, "super_offload": True}
-    ),
     "zero_optimization.zenflow": zero(stage=2, zenflow={}, offload_optimizer=CPU, overlap_comm=True),
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "optimizer.type": {"optimizer": {"type": "OneBitAdam"}},
