@@ -28,7 +28,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import shm_channel
-from deepspeed.comm.group_facts import GroupFacts, all_facts
+from deepspeed.comm.group_facts import Group, GroupFacts, all_facts, facts_of
 from deepspeed.comm.pending import Pending, WaitMode, What
 from deepspeed.comm.shm_channel import Channel
 from deepspeed.native.build import SOURCES, NativeUnavailable
@@ -252,8 +252,9 @@ def in_background(works: tuple[Any, ...]) -> None:
             work.channel.background()
 
 
-def describe(facts: GroupFacts) -> str:
-    """What carries the group's CPU tensors, in words."""
+def describe(group: Group | None = None) -> str:
+    """What carries the CPU tensors of the group (None: the default group), in words."""
+    facts = facts_of(group)
     if facts.link.__class__ is Channel:
         return "shared memory"
     if facts.size == 1:

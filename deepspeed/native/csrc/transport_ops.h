@@ -15,7 +15,7 @@ enum Kind : uint32_t { BARRIER = 0, BROADCAST, ALL_GATHER, ALL_TO_ALL, REDUCE_SC
 constexpr size_t CHUNK_BYTES = 256u << 10;  // a chunk is read from the second or third level of cache
 constexpr size_t LEAST_PIECE_BYTES = 16u << 10;
 // Up to this many bytes times peers every rank sums the whole tensor: one step of latency instead of two.
-constexpr size_t SMALL_BYTES = 64u << 10;
+constexpr size_t SMALL_BYTES = 1u << 20;
 
 // Elements of one rank's piece of a chunk that holds `pieces` of them.
 inline size_t piece_numel(size_t pieces, size_t width) {

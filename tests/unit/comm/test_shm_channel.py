@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm import shm_channel
+from deepspeed.comm import same_host, shm_channel
 from deepspeed.comm.rank_sum import sum_in_rank_order
 from deepspeed.comm.shm_channel import Channel, reduction_code
 from deepspeed.native.build import NativeUnavailable
@@ -89,7 +90,7 @@ def rank_order(parts: list[torch.Tensor], result: torch.dtype, factor: float | N
 
 
 # Around the borders of vectors, blocks of the sum, chunks, and the step from one to two hops.
-SIZES = (1, 7, 64, 2049, 20_001, 100_003)
+SIZES = (1, 7, 64, 2049, 20_001, 300_003)
 
 
 @pytest.mark.parametrize("size", (2, 3, 8))
@@ -140,7 +141,7 @@ def test_all_reduce_knows_the_other_operations() -> None:
 def test_reduce_scatter_has_the_bits_of_the_sum_over_gloo(size: int) -> None:
     with group(size) as channels:
         for dtype, result in ((d, r) for d in FLOATS for r in (FLOATS if size == 2 else {d, torch.float32})):
-            for shift, shard in enumerate((1, 7, 2049, 40_003)):
+            for shift, shard in enumerate((1, 7, 2049, 40_003) if size < 8 else (7, 5003)):
                 parts = [contribution(rank, shard * size, dtype, shift) for rank in range(size)]
                 pieces = [[part[r * shard : (r + 1) * shard] for part in parts] for r in range(size)]
                 before = contribution(90, shard, result)
@@ -316,3 +317,52 @@ def test_a_block_that_is_not_the_one_that_was_told_is_refused() -> None:
     finally:
         library.ds_shm_leave(one)
         library.ds_shm_leave(two)
+
+
+def rank_that_is_killed(parent: int, start: int, descriptor: int, told: int) -> None:
+    """Rank 1 in a process of its own: takes part twice, posts a part of a large tensor, dies."""
+    handle = library.ds_shm_open(1, 2, 5, 20)
+    assert library.ds_shm_attach(handle, 0, parent, start, descriptor, 4) == 0
+    os.write(told, f"{library.ds_shm_fd(handle)} {same_host._start_time()}".encode())
+    channel = Channel(handle, 1, range(2), 30.0)
+    for _ in range(2):
+        channel.all_reduce(torch.ones(70_000), code_of(torch.float32)).wait()
+    channel.all_reduce(torch.ones(LANE_BYTES), code_of(torch.float32))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+def test_a_killed_rank_is_named_and_its_memory_goes_with_it() -> None:
+    before = memory_files()
+    handle = library.ds_shm_open(0, 2, 4, 20)
+    reading, telling = os.pipe()
+    start_of_parent = same_host._start_time()
+    child = os.fork()
+    if child == 0:
+        try:
+            rank_that_is_killed(os.getppid(), start_of_parent, library.ds_shm_fd(handle), telling)
+        finally:
+            os._exit(1)
+    try:
+        descriptor, start = map(int, os.read(reading, 100).split())
+        assert library.ds_shm_attach(handle, 1, child, start, descriptor, 5) == 0
+        channel = Channel(handle, 0, range(2), 30.0)
+        for _ in range(2):
+            channel.all_reduce(torch.ones(70_000), code_of(torch.float32)).wait()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="connection closed: the process of rank 1 has ended"):
+            channel.all_reduce(torch.ones(LANE_BYTES), code_of(torch.float32)).wait()
+        assert time.monotonic() - begin < 5  # although nobody has asked for its exit code yet
+        channel.close()
+    finally:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        os.close(reading)
+        os.close(telling)
+    assert memory_files() == before
+
+
+def memory_files() -> int:
+    """Mappings of blocks and names in /dev/shm."""
+    with open("/proc/self/maps") as maps:
+        mapped = sum("deepspeed-transport" in line for line in maps)
+    return mapped + sum("transport" in name for name in os.listdir("/dev/shm"))
