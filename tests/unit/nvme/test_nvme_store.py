@@ -263,12 +263,14 @@ def test_what_a_killed_process_left_goes_at_the_next_start(make: Maker, tmp_path
         finally:
             os._exit(1)
     os.close(there)
-    left = Path(os.fsdecode(os.read(here, 4096)))
-    os.close(here)
-    make()
-    assert left.exists()  # its process lives
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    try:
+        left = Path(os.fsdecode(os.read(here, 4096)))
+        make()
+        assert left.exists()  # its process lives
+    finally:
+        os.close(here)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert left.exists()
     newest = make()
     assert not left.parent.exists()
