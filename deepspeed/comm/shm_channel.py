@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.activity import format_ranks
 from deepspeed.native.build import load
 
 __all__ = ["Channel", "ShmWork", "library"]
@@ -40,10 +41,10 @@ _FIRST_US = 100_000
 _DONE, _TIMED_OUT, _INTERRUPTED, _ENDED, _LEFT, _FAILED, _MISMATCH = range(7)
 # The words "closed" and "timed out" are what `watch.py` looks for in the text of a backend.
 _TEXTS = {
-    _ENDED: "connection closed: the process of rank {rank} has ended",
-    _LEFT: "connection closed: rank {rank} has left the group",
-    _FAILED: "connection closed: rank {rank} has given up on this group",
-    _MISMATCH: "rank {rank} has started another collective, or one of another size, as the same call",
+    _ENDED: "connection closed: the process of {rank} has ended",
+    _LEFT: "connection closed: {rank} has left the group",
+    _FAILED: "connection closed: {rank} has given up on this group",
+    _MISMATCH: "{rank} has started another collective, or one of another size, as the same call",
 }
 
 
@@ -62,7 +63,7 @@ def library() -> Any:
         "wait": (number, (pointer, integer, integer)),
         "finished": (integer, (pointer, number)),
         "background": (None, (pointer,)),
-        "culprit": (number, (pointer,)),
+        "culprits": (ctypes.c_uint64, (pointer,)),
         "barrier": (integer, (pointer,)),
         "broadcast": (integer, (pointer, pointer, integer, number)),
         "all_gather": (integer, (pointer, pointer, pointer, integer, integer)),
@@ -241,14 +242,16 @@ class Channel:
         return bool(self._lib.ds_shm_wait(self._handle, number, 0) != _TIMED_OUT)
 
     def describe(self, status: int) -> str:
-        """The status in words, naming the rank by its number in the job."""
+        """The status in words, naming ranks by their numbers in the job."""
         if self._handle is None:
             return _GONE
-        culprit = self._lib.ds_shm_culprit(self._handle)
-        rank = self.ranks[culprit] if 0 <= culprit < self.size else "?"
+        bits = self._lib.ds_shm_culprits(self._handle)
+        culprits = format_ranks(sorted(rank for place, rank in enumerate(self.ranks) if bits >> place & 1))
         if status in _TEXTS:
-            return _TEXTS[status].format(rank=rank)
-        return f"nothing has come from rank {rank}" if status == _TIMED_OUT else "this rank has given up on this group"
+            return _TEXTS[status].format(rank=culprits)
+        if status == _TIMED_OUT:
+            return f"nothing has come from {culprits}"
+        return "this rank has given up on this group"
 
     def abandon(self) -> None:
         """Give up on the group: the others' waits end."""

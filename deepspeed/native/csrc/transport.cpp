@@ -178,11 +178,11 @@ DS_EXPORT void ds_shm_background(void* handle) {
     helper().add(group);
 }
 
-// The rank to blame: of a broken group, or the one whose chunk is missing; -1: nobody.
-DS_EXPORT int ds_shm_culprit(void* handle) {
+// The ranks to blame, a bit each: of a broken group, or those whose chunks are missing.
+DS_EXPORT uint64_t ds_shm_culprits(void* handle) {
     Group* group = static_cast<Group*>(handle);
     std::lock_guard<std::mutex> lock(group->mutex);
-    return group->status == DONE ? group->blocked_on : group->culprit;
+    return group->status == DONE ? group->lacking : uint64_t(1) << group->culprit;
 }
 
 DS_EXPORT int64_t ds_shm_barrier(void* handle) {

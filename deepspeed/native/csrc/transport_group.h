@@ -62,7 +62,7 @@ struct Group {
     int waiters = 0;
     bool eager = false;  // post as far ahead as there is room, not only as far as others keep up
     int status = DONE, culprit = -1;
-    int blocked_on = -1;  // the rank whose chunk or reading the last `progress` lacked
+    uint64_t lacking = 0;  // a bit for each rank whose chunk or reading the last `progress` lacked
 
     std::atomic<uint64_t> finished_shown{0};
 
@@ -77,12 +77,12 @@ struct Group {
             if (other(p) && peer[p]) ring_bell(peer[p]);
     }
 
-    // The next chunk of rank p for `op`, or null (then `blocked_on` or `status` says why).
+    // The next chunk of rank p for `op`, or null (then `lacking` or `status` says why).
     const Desc* next(int p, int lane, const Op& op, uint64_t total) {
         Block* block = peer[p];
         if (block->posted[lane].value.load() == taken[lane][p]) {
             if (gone(p) && block->posted[lane].value.load() == taken[lane][p]) fail_by(p);
-            blocked_on = p;
+            lacks(p);
             return nullptr;
         }
         const Desc* desc = &block->descs[lane][taken[lane][p] % DESCS];
@@ -101,7 +101,7 @@ struct Group {
         wake(p);
     }
 
-    // Room for a chunk, or null (then `blocked_on` or `status` says why).
+    // Room for a chunk, or null (then `lacking` or `status` says why).
     char* take(int lane, size_t nbytes) {
         Ring& ring = lanes[lane];
         if (ring.asks_for_readers()) count_readers(lane);
@@ -111,7 +111,7 @@ struct Group {
         at = ring.take(nbytes);
         if (!at) {
             if (gone(slowest)) fail_by(slowest);
-            blocked_on = slowest;
+            lacks(slowest);
         }
         return at;
     }
@@ -143,9 +143,12 @@ struct Group {
     }
 
   private:
+    void lacks(int p) { lacking |= uint64_t(1) << p; }
+
     void move() {
         bool moved = true;
         while (moved && status == DONE && !ops.empty()) {
+            lacking = 0;
             moved = ops.front()->receive(*this);
             if (status != DONE) return;
             if (ops.front()->done() && ops.front()->posts_done) {
@@ -202,8 +205,7 @@ inline int wait_for(Group& group, uint64_t id, int64_t limit_us) {
     int result = DONE;
     for (;;) {
         uint64_t before = group.finished;
-        int was_blocked_on = group.blocked_on;
-        group.blocked_on = -1;
+        uint64_t lacked = group.lacking;
         group.progress();
         if (group.finished >= id) break;
         if (group.status != DONE) {
@@ -212,7 +214,7 @@ inline int wait_for(Group& group, uint64_t id, int64_t limit_us) {
         }
         int64_t now = now_us();
         if (end == 0) end = now + limit_us, look_at = now + LOOK_US;
-        if (before != group.finished || was_blocked_on != group.blocked_on || spin_end == 0) spin_end = now + group.spin_us;
+        if (before != group.finished || lacked != group.lacking || spin_end == 0) spin_end = now + group.spin_us;
         if (now < spin_end) {
             for (int i = 0; i < 16; ++i) relax();
             continue;
@@ -222,24 +224,28 @@ inline int wait_for(Group& group, uint64_t id, int64_t limit_us) {
             break;
         }
         if (now >= look_at) {
-            int p = group.blocked_on;
-            if (p >= 0 && group.pid[p] > 0 && process_ended(group.pid[p], group.start[p])) {
-                group.progress();  // what it had posted before it ended counts
-                if (group.finished < id && group.blocked_on == p) group.fail(PEER_ENDED, p);
-                continue;
-            }
             look_at = now + LOOK_US;
+            for (int p = 0; p < group.size; ++p) {
+                if (!(group.lacking >> p & 1) || !process_ended(group.pid[p], group.start[p])) continue;
+                group.progress();  // what it had posted before it ended counts
+                if (group.finished < id && group.lacking >> p & 1) group.fail(PEER_ENDED, p);
+                look_at = now;
+                break;
+            }
+            if (look_at == now) continue;
         }
         // Sleep until the rank in question rings; look once more after saying so.
         Block* own = group.own;
-        own->waits_for.store(own->sleepers.fetch_add(1) == 0 ? group.blocked_on : -1);
+        bool alone = own->sleepers.fetch_add(1) == 0;
         uint32_t rung = own->bell.load();
         uint64_t finished = group.finished;
-        int blocked_on = group.blocked_on;
+        lacked = group.lacking;
+        bool one = lacked && !(lacked & (lacked - 1));
+        own->waits_for.store(alone && one ? __builtin_ctzll(lacked) : -1);
         group.eager = true;  // nobody keeps up: let the others find all there is
         group.progress();
         group.eager = false;
-        bool stuck = group.finished == finished && group.blocked_on == blocked_on && group.status == DONE;
+        bool stuck = group.finished == finished && (!one || group.lacking == lacked) && group.status == DONE;
         lock.unlock();
         long slept = 0;
         if (stuck) {
