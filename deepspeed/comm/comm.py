@@ -19,6 +19,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm import collectives, host_calls, objects
 from deepspeed.comm.call import Handle, LogOptions, begin, enter, membership, wait_mode
 from deepspeed.comm.environment import in_aml, in_aws_sm, in_dlts
+from deepspeed.comm.exchanges import start_barrier
 from deepspeed.comm.group_facts import Group, GroupFacts
 from deepspeed.comm.init import (
     init_distributed,
@@ -494,7 +495,7 @@ def barrier(
     facts = enter("barrier", group)
     if facts is None:
         return None
-    work = collectives.start_barrier(group, facts, device_ids=device_ids)
+    work = start_barrier(group, facts, device_ids=device_ids)
     return begin("barrier", work, facts, collectives.barrier_mode(group, facts), 0, async_op, log)
 
 

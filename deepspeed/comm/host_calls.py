@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from deepspeed.comm import collectives
+from deepspeed.comm import exchanges
 from deepspeed.comm.group_facts import GroupFacts
 from deepspeed.comm.same_host import channel_of
 from deepspeed.comm.shm_channel import fold_of, reduction_code
@@ -28,7 +28,7 @@ def all_reduce(facts: GroupFacts, tensor: torch.Tensor, op: Any) -> tuple[Any, F
     if channel is None or not _is_plain(tensor):
         return None
     dense = tensor.contiguous()
-    work = collectives.start_host_reduction(channel, dense, op, None)
+    work = exchanges.start_host_reduction(channel, dense, op, None)
     return None if work is None else (work, _copy_back(tensor, dense))
 
 
@@ -94,7 +94,7 @@ def all_to_all(
         raise ValueError(f"all_to_all: output is {output.dtype}, input is {tensor.dtype}; they must be equal")
     dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
     sizes = [
-        collectives.piece_bytes(part, s, facts.size) for part, s in ((output, output_splits), (tensor, input_splits))
+        exchanges.piece_bytes(part, s, facts.size) for part, s in ((output, output_splits), (tensor, input_splits))
     ]
     return channel.all_to_all(dense, tensor.contiguous(), *sizes), _copy_back(output, dense)
 

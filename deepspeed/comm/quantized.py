@@ -25,6 +25,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm import collectives
 from deepspeed.comm.blockwise import INT4, INT8, Packing, dequantize, quantize, sum_packed
 from deepspeed.comm.collectives import DONE, call_mark, check_shard, launch, total_factor
+from deepspeed.comm.exchanges import start_all_to_all
 from deepspeed.comm.group_facts import Group, facts_of
 from deepspeed.comm.hierarchical import two_hop_gather
 from deepspeed.comm.levels import Levels, TwoHops, one_level
@@ -200,7 +201,7 @@ class _Hop:
         announce(facts, "all_to_all", sender.what, nbytes, call_mark(nbytes, sender.key))
         pg: Any = self._group if self._group is not None else torch_dist.group.WORLD
         incoming, outgoing = self._incoming[: self._nbytes], self._outgoing[: self._nbytes]
-        work = collectives.start_all_to_all(pg, facts, incoming, outgoing, splits, splits, sender.what)
+        work = start_all_to_all(pg, facts, incoming, outgoing, splits, splits, sender.what)
         facts.bytes_sent += self._nbytes
 
         def end() -> None:

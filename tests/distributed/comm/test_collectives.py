@@ -1,8 +1,11 @@
-"""The training collectives on gloo: values, bits, aliasing, memory."""
+"""The training collectives on gloo and through shared memory: values, bits, aliasing, memory."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +13,17 @@ import torch.distributed as dist
 
 from deepspeed.comm import collectives
 from deepspeed.comm.group_facts import facts_of
+
+over_gloo = patch.dict(os.environ, DS_SHM="0")
+# Ranks and what carries their tensors; shared memory needs two calls before it carries any.
+WAYS = ((1, ""), (2, "0"), (2, ""), (3, "0"), (3, ""))
+
+
+def carried(cases: Callable[[], list[str]], setting: str) -> list[str]:
+    with patch.dict(os.environ, DS_SHM=setting):
+        for _ in range(2):
+            collectives.barrier()
+        return cases()
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -59,9 +73,9 @@ def reduce_scatter_cases() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", (1, 2, 3))
-def test_reduce_scatter_sums_in_rank_order_in_fp32(pool: Any, world: int) -> None:
-    assert pool.run(world, reduce_scatter_cases) == [[]] * world
+@pytest.mark.parametrize(("world", "setting"), WAYS)
+def test_reduce_scatter_sums_in_rank_order_in_fp32(pool: Any, world: int, setting: str) -> None:
+    assert pool.run(world, carried, reduce_scatter_cases, setting) == [[]] * world
 
 
 def gather_cases() -> list[str]:
@@ -84,11 +98,12 @@ def gather_cases() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", (1, 2, 3))
-def test_all_gather_concatenates_and_works_in_place(pool: Any, world: int) -> None:
-    assert pool.run(world, gather_cases) == [[]] * world
+@pytest.mark.parametrize(("world", "setting"), WAYS)
+def test_all_gather_concatenates_and_works_in_place(pool: Any, world: int, setting: str) -> None:
+    assert pool.run(world, carried, gather_cases, setting) == [[]] * world
 
 
+@over_gloo
 def gather_by_ring() -> bool:
     collectives.BROADCAST_GATHER_MAX_RANKS = 2
     try:
@@ -127,9 +142,9 @@ def all_reduce_cases() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", (1, 2, 3))
-def test_all_reduce_is_exact_when_deterministic(pool: Any, world: int) -> None:
-    assert pool.run(world, all_reduce_cases) == [[]] * world
+@pytest.mark.parametrize(("world", "setting"), WAYS)
+def test_all_reduce_is_exact_when_deterministic(pool: Any, world: int, setting: str) -> None:
+    assert pool.run(world, carried, all_reduce_cases, setting) == [[]] * world
 
 
 def broadcast_and_exchange() -> tuple[list[float], list[float]]:
@@ -150,6 +165,7 @@ def test_broadcast_counts_the_source_inside_the_group(pool: Any) -> None:
     assert [r[1] for r in results] == [[0.0, 10.0, 20.0], [1.0, 11.0, 21.0], [2.0, 12.0, 22.0]]
 
 
+@over_gloo
 def staging_bytes() -> tuple[int, int, int]:
     size = dist.get_world_size()
     full = torch.ones(1200 * size)
