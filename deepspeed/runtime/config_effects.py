@@ -77,10 +77,13 @@ _ONE_WAY_AT_STAGE_3 = {
 def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
     """One line per setting the user gave that changes nothing, with what it would need."""
     zero = s.zero_optimization
+    offloads = not _is_off(zero, "offload_optimizer", zero.offload_optimizer)
     for name, (first, last) in _ZERO_STAGES.items():
         value = getattr(zero, name)
         if name not in zero.model_fields_set or first <= zero.stage <= last or _is_off(zero, name, value):
             continue
+        if name == "sub_group_size" and zero.stage and offloads:
+            continue  # what is updated at a time
         needs = f"stage {first}" if first == last else f"stage {first} to {last}"
         yield (
             f"{report.written('zero_optimization.' + name)} has no effect: it needs zero_optimization.{needs}, "
@@ -89,7 +92,6 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
     for name, why in _ONE_WAY.items():
         if zero.stage and not getattr(zero, name):
             yield f"zero_optimization.{name} has no effect: {why}"
-    offloads = not _is_off(zero, "offload_optimizer", zero.offload_optimizer)
     for name, why in _ONE_WAY_AT_STAGE_3.items():
         if name == "sub_group_size" and offloads:
             continue  # what is updated at a time

@@ -10,6 +10,8 @@ units travel to the device. Does not own: the order of units, publishing.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,13 +37,23 @@ class TakesRows(Protocol):
 
 def rows_of(base: torch.optim.Optimizer) -> TakesRows | None:
     """``base`` if it may be driven by rows; None for one that cannot, or whose ``step`` was hooked or overridden."""
-    order = type(base).__mro__
-    step = next(i for i, cls in enumerate(order) if "step" in cls.__dict__)
-    update = next((i for i, cls in enumerate(order) if "update_from" in cls.__dict__), None)
     hooked = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
-    if update is None or update > step or hooked:
-        return None
-    return base  # type: ignore[return-value]
+    kind: Any = type(base)
+    return base if _has_own_update(kind) and not hooked else None  # type: ignore[return-value]
+
+
+@functools.cache
+def _has_own_update(kind: type) -> bool:
+    """Whether no class has changed ``step`` since ``update_from`` was defined to do the same.
+
+    torch puts a wrapped ``step`` into the class of every optimizer that is made, so functions are compared unwrapped.
+    """
+    if not hasattr(kind, "update_from"):
+        return False
+    step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
+    order = kind.__mro__
+    steps = [i for i, cls in enumerate(order) if inspect.unwrap(cls.__dict__.get("step", object)) is step]
+    return next(i for i, cls in enumerate(order) if "update_from" in cls.__dict__) <= max(steps)
 
 
 class FusedUpdate:

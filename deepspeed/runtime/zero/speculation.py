@@ -64,6 +64,7 @@ class Speculation:
         self._stages: dict[int, torch.Tensor] = {}
         self._copies: dict[tuple[int, str], torch.Tensor] = {}
         self._scale = 1.0
+        self._touched: list[bytes] | None = None  # per group, per parameter: it had a gradient in the last window
         self._worker: ThreadPoolExecutor | None = None
         for unit in self.units:
             for key in _keys(unit):
@@ -77,7 +78,15 @@ class Speculation:
         self._guesses.clear()
         if self.at_boundary() and rows_of(self.base) is not None:
             self._scale = self.unscale()
-            self._guesses = {id(unit): _Guess(unit, set(_keys(unit))) for unit in self.units}
+            self._guesses = {id(unit): _Guess(unit, self._awaited(unit)) for unit in self.units}
+
+    def _expects(self, unit: Unit, position: int) -> bool:
+        """Whether the parameter had a gradient in the last window, and so may have one in this."""
+        return self._touched is None or bool(self._touched[unit.number][position])
+
+    def _awaited(self, unit: Unit) -> set[int]:
+        keys = _keys(unit)
+        return set(keys) if unit.group.sharded else {key for key in keys if self._expects(unit, key)}
 
     def landed(self, group: ShardGroup, key: int) -> None:
         """The gradients of a segment (sharded groups) or parameter have been sent to host memory."""
@@ -111,6 +120,9 @@ class Speculation:
         staged = self._stage(unit)
         rows: list[Row] = []
         for bound in unit.fragments:
+            if not self._expects(unit, bound.position):
+                unit.part(bound, staged).copy_(bound.leaf.detach())
+                continue
             grad = unit.group.grad_of(bound)
             if grad is None:
                 return False
@@ -154,6 +166,7 @@ class Speculation:
         for guess in self._guesses.values():
             if not self._is_right(guess, facts, scale):
                 self._undo(guess)
+        self._touched = facts.touched
 
     def _is_right(self, guess: _Guess, facts: BoundaryFacts, scale: float) -> bool:
         if guess.job is None or not guess.job.result():
@@ -162,8 +175,8 @@ class Speculation:
         group = self.base.param_groups[unit.group.group_index]
         settings = {key: value for key, value in group.items() if key != "params"}
         touched = facts.touched[unit.number]
-        everyone = all(touched[bound.position] for bound in unit.fragments)
-        return everyone and not guess.wrong and guess.scale == scale and settings == guess.settings
+        alike = all(bool(touched[b.position]) == self._expects(unit, b.position) for b in unit.fragments)
+        return alike and not guess.wrong and guess.scale == scale and settings == guess.settings
 
     def commit(self, unit: Unit) -> bool:
         """Send the new weights of ``unit`` to the model if they are ready; False: it is to be updated as always."""
