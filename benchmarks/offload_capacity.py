@@ -110,7 +110,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(dir=".") as swap, memory_group(options.cap << 20) as group:
+    Path("bench_out").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="bench_out") as swap, memory_group(options.cap << 20) as group:
         if group is None:
             print("no memory control group can be made here (needs root, or a delegated group): nothing measured")
             return 0
