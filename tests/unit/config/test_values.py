@@ -212,6 +212,17 @@ def test_a_config_seen_before_the_wrapper_filled_it() -> None:
     assert config.optimizer_params == {}
 
 
+def test_rules_wait_for_what_the_wrapper_fills_in_later() -> None:
+    late = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    config = {**BATCH, "scheduler": {"type": "WarmupDecayLR", "params": late}}
+    assert "scheduler.params.total_num_steps" in DeepSpeedConfig.parse(config, partial=True).auto_keys
+    with pytest.raises(DeepSpeedConfigError, match="total_num_steps"):
+        DeepSpeedConfig.parse(config)
+    del late["total_num_steps"]  # never given by anybody: wrong at once
+    with pytest.raises(DeepSpeedConfigError, match="total_num_steps: missing"):
+        DeepSpeedConfig.parse(config, partial=True)
+
+
 def test_auto_that_is_a_value() -> None:
     config = parse({"data_types": {"keep_in_fp32_modules": "auto"}, "pipeline": {"stages": "auto"}})
     assert config.auto_keys == []
