@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from deepspeed.ops.adam.fused_adam import FusedAdam
+from deepspeed.runtime.zero import norm
 from deepspeed.runtime.zero.bucket import Workspace
 from deepspeed.runtime.zero.norm import sum_of_squares
 from deepspeed.runtime.zero.slices import can_slice, step_in_slices
@@ -71,7 +74,8 @@ class _Shard:
 
 
 @pytest.mark.parametrize("nbytes", (64, 1 << 17, 1 << 20, 1 << 23))
-def test_the_norm_has_the_same_bits_in_any_workspace(nbytes: int) -> None:
+def test_the_norm_has_the_same_bits_in_any_workspace(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "_native_sum", lambda grads: None)  # where there is no kernel
     torch.manual_seed(0)
     grads = [torch.randn(numel).bfloat16() for numel in (5, 20_000, 150_000, 9_000, 400_000)]
     found = sum_of_squares([_Shard(grads)], Workspace(nbytes, 1, torch.device("cpu")))  # type: ignore[list-item]
@@ -80,3 +84,16 @@ def test_the_norm_has_the_same_bits_in_any_workspace(nbytes: int) -> None:
     assert found is not None
     assert found.item() == torch.linalg.vector_norm(norms).double().square().item()
     assert found.item() == pytest.approx(sum(grad.double().square().sum().item() for grad in grads), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("bad", (None, float("inf"), float("nan")))
+def test_the_kernel_sums_what_torch_sums(dtype: torch.dtype, bad: float | None) -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(numel).to(dtype) for numel in (5, 0, 20_001)]
+    if bad is not None:
+        grads[2][7] = bad
+    found = norm.sum_of_squares([_Shard(grads)], Workspace(64, 1, torch.device("cpu")))  # type: ignore[list-item]
+    assert found is not None
+    right = sum(grad.double().square().sum().item() for grad in grads)
+    assert math.isnan(found.item()) if bad is not None and math.isnan(bad) else found.item() == pytest.approx(right)
