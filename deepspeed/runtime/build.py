@@ -517,7 +517,10 @@ def choose_scheduler(config: DeepSpeedConfig, client: Any, basic: torch.optim.Op
     if section is None or section.type is None:
         return None
     if basic is None:
-        raise ValueError(f"scheduler.type={section.type!r}: there is no optimizer whose rate it could set")
+        log_dist(
+            f"scheduler.type={section.type!r} has no effect: without an optimizer this engine only evaluates", ranks=[0]
+        )
+        return None
     return build_scheduler(section.type, dict(section.params or {}), basic)
 
 

@@ -61,3 +61,25 @@ def saves_between_windows(stage: int, folder: str) -> list[str]:
 def test_saving_after_a_window_set_by_hand(ranks: Callable[..., Any], tmp_path: Path, stage: int) -> None:
     for said in ranks(saves_between_windows, stage, str(tmp_path)):
         assert not [line for line in said if "inside a window" in line]
+
+
+def evaluates_with_a_schedule_in_the_file(stage: int) -> Any:
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, optimizer, _, schedule = deepspeed.initialize(model=nn.Linear(6, 2), config=config)
+    assert optimizer is None or not hasattr(optimizer, "param_groups")
+    assert schedule is None
+    out = engine.eval()(torch.ones(2, 6)).detach().clone()
+    engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_engine_that_only_evaluates_ignores_the_schedule(ranks: Callable[..., Any], stage: int) -> None:
+    """Trainer.evaluate() takes the optimizer out of the config and leaves the schedule in."""
+    first, second = ranks(evaluates_with_a_schedule_in_the_file, stage)
+    assert torch.equal(first, second)
