@@ -66,6 +66,7 @@ class ParallelMesh:
         self._groups: dict[tuple[int, ...], Group] = dict(groups or {})
         self._made: list[Group] = []
         self._separate: dict[tuple[tuple[int, ...], str], Group] = {}
+        self._idle: dict[tuple[tuple[int, ...], str], list[Group]] = {}  # separate groups of engines that are gone
         self._ep_sizes: list[int] = []
         self._inner_sizes: list[int] = []
         world = torch_dist.group.WORLD if torch_dist.is_initialized() else None
@@ -185,6 +186,9 @@ class ParallelMesh:
         if not purpose or not torch_dist.is_initialized() or len(ranks) == 1:
             return self._group_of(ranks)
         key = (ranks, purpose)
+        if key not in self._separate and self._idle.get(key):
+            self._separate[key] = self._idle[key].pop()
+            self._made.append(self._separate[key])
         if key not in self._separate:
             with blocking("new_group", lambda: format_ranks(sorted(ranks))):
                 group = torch_dist.new_group(
@@ -288,6 +292,21 @@ class ParallelMesh:
         sizes = [self.size(axis) for axis in axes]
         ranks = torch.tensor(self.grid.line(axes, self.global_rank)).view(sizes)
         return _torch_device_mesh(ranks, axes, [self.group(axis) for axis in axes])
+
+    def follow(self, earlier: ParallelMesh | None) -> None:
+        """Use the separate groups again that ``earlier`` and those before it have retired, in the same world."""
+        if earlier is not None and earlier.is_current_world():
+            self._idle = earlier._idle
+
+    def retire(self) -> None:
+        """The engine of this mesh is gone: its separate groups are free for the next one. All ranks must call it.
+
+        Groups are kept rather than destroyed: ending one while another rank is in its last call would break that call.
+        """
+        for key, group in self._separate.items():
+            self._made.remove(group)
+            self._idle.setdefault(key, []).append(group)
+        self._separate.clear()
 
     def close(self) -> None:
         """Destroy the groups this mesh has made. Idempotent; the mesh must not be used afterwards."""
@@ -393,4 +412,6 @@ def current_mesh() -> ParallelMesh:
 def set_current_mesh(mesh: ParallelMesh | None) -> None:
     """Make `mesh` the current one; None forgets it."""
     global _current
+    if mesh is not None:
+        mesh.follow(_current)
     _current = mesh

@@ -520,6 +520,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             self.parameter_offload.destroy()
         if self.sharded_module is not None:
             self.sharded_module.destroy()
+        self.mesh.retire()
         self.sharded_module = self.parameter_offload = None
         self.zero_optimizer = self.basic_optimizer = self.lr_scheduler = self.checkpoint = None
         self._watch_outputs = False

@@ -328,6 +328,23 @@ def engines_in_a_loop(give_back: bool) -> int:
     return sum(reference() is not None for reference in alive)
 
 
+def groups_in_a_loop() -> list[int]:
+    counts = []
+    for _ in range(4):
+        one, two = start(settings(3)), start(settings(3))
+        micro_step(one, 0)
+        micro_step(two, 0)
+        one.destroy()
+        two.destroy()
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_process_groups_of_an_engine_that_is_gone_are_used_again(pool: WorkerPool) -> None:
+    for counts in pool.run(2, groups_in_a_loop):
+        assert len(set(counts)) == 1
+
+
 @pytest.mark.parametrize(("give_back", "left"), ((True, 0), (False, 1)))
 def test_at_most_the_last_engine_of_a_loop_stays_alive(pool: WorkerPool, give_back: bool, left: int) -> None:
     assert max(pool.run(2, engines_in_a_loop, give_back)) <= left

@@ -40,6 +40,9 @@ def test_a_context_inside_another_keeps_its_edits() -> None:
         with Gathered([first]):
             first.fill_(5.0)
         assert "'0.weight' was changed inside GatheredParameters without modifier_rank" in warned.call_args.args[0]
+        with Gathered([last]):
+            last.data.add_(1.0)  # moves no version counter
+        assert "'2.weight' was changed inside GatheredParameters without modifier_rank" in warned.call_args.args[0]
     with Gathered([first, last]):
         assert first.eq(3.0).all()
         assert last.eq(4.0).all()

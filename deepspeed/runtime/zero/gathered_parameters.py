@@ -135,12 +135,14 @@ class GatheredParameters:
 
     def _report_dropped(self, before: dict[int, tuple[int, int]]) -> None:
         """Name what was changed in this context; what a context inside it has kept, and what waits for the one around
-        it, is not dropped."""
+        it, is not dropped. Writes through ``param.data`` leave no other trace than values."""
         for param in self.params:
             block = block_of(param)
-            if block is None or block.pins or before[id(param)] == (param._version, param.data_ptr()):
+            if block is None or block.pins:
                 continue
-            if block.unsaved(param._ds_position):  # type: ignore[attr-defined]
+            position: int = param._ds_position  # type: ignore[attr-defined]
+            seen = before[id(param)] != (param._version, param.data_ptr())
+            if block.unsaved(position) if seen else block.differs(position):
                 warning_once(
                     f"parameter {block.name_of(param)!r} was changed inside GatheredParameters without modifier_rank: "
                     "the change is dropped. Pass modifier_rank=<the rank whose values count>"

@@ -333,6 +333,15 @@ class ParamBlock:
         return moved or place.param._version != self._versions[position]
 
     @apart
+    def differs(self, position: int) -> bool:
+        """Whether this rank's elements of a gathered parameter are other bits than those of its shard."""
+        if self.full is None or self.rounded:
+            return False
+        start, elements = self.own(position)
+        held = self.full.narrow(0, self.places[position].start + start, elements.numel()).to(elements.device)
+        return not torch.equal(held.view(torch.uint8), elements.view(torch.uint8))  # NaN equals itself
+
+    @apart
     def take_back(self, position: int) -> None:
         """Copy a parameter whose data may lie elsewhere into the full buffer, and bind it there again.
 
