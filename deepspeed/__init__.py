@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.git_version_info import version
+from deepspeed.unbuilt import install_finder, refusal
 
 if TYPE_CHECKING:
     from deepspeed import checkpointing, comm, ops, runtime, utils
@@ -57,30 +58,29 @@ _NAMES = {
 }
 _MODULES = {
     "accelerator": "deepspeed.accelerator",
+    "autotuning": "deepspeed.autotuning",
     "checkpoint": "deepspeed.checkpoint",
     "checkpointing": "deepspeed.checkpointing",
     "comm": "deepspeed.comm",
+    "compile": "deepspeed.compile",
+    "compression": "deepspeed.compression",
     "dist": "deepspeed.comm",
+    "elasticity": "deepspeed.elasticity",
+    "inference": "deepspeed.inference",
     "launcher": "deepspeed.launcher",
+    "linear": "deepspeed.linear",
+    "module_inject": "deepspeed.module_inject",
+    "monitor": "deepspeed.monitor",
     "ops": "deepspeed.ops",
+    "profiling": "deepspeed.profiling",
     "runtime": "deepspeed.runtime",
     "utils": "deepspeed.utils",
     "zero": "deepspeed.runtime.zero",
 }
-_PLANNED = {
-    "init_inference": "inference with tensor parallelism",
-    "tp_model_init": "tensor-parallel training",
-    "InferenceEngine": "inference with tensor parallelism",
-    "DeepSpeedInferenceConfig": "inference with tensor parallelism",
-    "PipelineModule": "pipeline parallelism",
-    "PipelineEngine": "pipeline parallelism",
-    "DeepSpeedHybridEngine": "the hybrid engine",
-    "DeepSpeedTransformerLayer": "the fused transformer layer",
-    "DeepSpeedTransformerConfig": "the fused transformer layer",
-    "replace_transformer_layer": "kernel injection",
-}
-
 __all__ = ["__version__", "version", *_NAMES, *_MODULES]
+
+
+install_finder()
 
 
 def __getattr__(name: str) -> Any:
@@ -90,10 +90,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_NAMES[name]), name)
     elif name in _MODULES:
         value = importlib.import_module(_MODULES[name])
-    elif name in _PLANNED:
-        raise AttributeError(f"deepspeed.{name}: {_PLANNED[name]} is not built yet in version {version}")
     else:
-        raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+        raise AttributeError(refusal(f"deepspeed.{name}") or f"module 'deepspeed' has no attribute {name!r}")
     globals()[name] = value
     return value
 

@@ -6,6 +6,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from deepspeed.unbuilt import refusal
+
 if TYPE_CHECKING:
     from deepspeed.ops import adagrad as adagrad
     from deepspeed.ops import adam as adam
@@ -20,7 +22,7 @@ _SUBPACKAGES = ("adagrad", "adam", "aio", "lamb", "lion", "op_builder", "registr
 def __getattr__(name: str) -> ModuleType:
     if name in _SUBPACKAGES:
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(refusal(f"{__name__}.{name}") or f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,40 +1,155 @@
-"""The public surface is frozen: `contract.toml` says what clients import and use, and what does not exist yet."""
+"""The public surface is frozen: `contract.toml` says what clients import and use, how, and what does not exist yet."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import json
+import operator
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+import deepspeed
+from deepspeed.unbuilt import UNBUILT, attribute_or_submodule, feature_of
 from tests.harness.project import ROOT, read_toml
 
-CONTRACT: dict[str, dict[str, list[str]]] = read_toml(ROOT / "tests" / "conformance" / "contract.toml")
+CONTRACT: dict[str, Any] = read_toml(ROOT / "tests" / "conformance" / "contract.toml")
+WORKS: dict[str, list[str]] = CONTRACT["works"]
+PLANNED: dict[str, list[str]] = CONTRACT["planned"]
 
 
-def _pairs(part: str) -> list[tuple[str, str]]:
-    return [(module, name) for module, names in CONTRACT[part].items() for name in names]
+def _module(name: str) -> Any:
+    """The module `name`; `deepspeed.zero` is an attribute of the package and no module of its own."""
+    return deepspeed.zero if name == "deepspeed.zero" else importlib.import_module(name)
 
 
 def _lookup(module: str, name: str) -> Any:
     """`from module import name`, which also finds sub-modules."""
-    found = importlib.import_module(module)
+    found = _module(module)
     try:
         return getattr(found, name)
     except AttributeError:
         return importlib.import_module(f"{module}.{name}")
 
 
-@pytest.mark.parametrize(("module", "name"), _pairs("works"), ids=lambda value: str(value))
-def test_name_exists(module: str, name: str) -> None:
-    assert _lookup(module, name) is not None
+@pytest.mark.parametrize("module", WORKS)
+def test_names_exist(module: str) -> None:
+    for name in WORKS[module]:
+        assert _lookup(module, name) is not None
 
 
-@pytest.mark.parametrize(("module", "name"), _pairs("planned"), ids=lambda value: str(value))
-def test_planned_name_does_not_pretend_to_exist(module: str, name: str) -> None:
-    """When this fails, the name works: move it to `works` in contract.toml."""
-    with pytest.raises((ImportError, AttributeError, NotImplementedError)):
-        _lookup(module, name)
+@pytest.mark.parametrize("module", PLANNED)
+def test_planned_names_are_refused_by_feature(module: str) -> None:
+    """When this fails because a name exists, it works: move it to `works` in contract.toml."""
+    for name in PLANNED[module]:
+        with pytest.raises(ImportError, match="is not built yet in deepspeed"):
+            exec(f"from {module} import {name}", {})
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_unbuilt_rows_name_nothing_that_exists(name: str) -> None:
+    """When this fails, the feature is there: drop its row from `deepspeed/unbuilt.py`."""
+    assert not hasattr(deepspeed, name.split(".")[0]) or "." in name
+    with pytest.raises((ImportError, AttributeError), match=f"{name.split('.')[0]}.*is not built yet in deepspeed"):
+        operator.attrgetter(name)(deepspeed)
+
+
+def test_feature_of_finds_the_longest_row() -> None:
+    assert feature_of("deepspeed.moe.layer.MoE") == feature_of("moe") == "mixture of experts"
+    assert feature_of("deepspeed.runtime.pipe.topology") is None
+    assert feature_of("deepspeed.mode") is None
+
+
+def test_unknown_names_fail_as_ever() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed\.nonsense'"):
+        importlib.import_module("deepspeed.nonsense")
+    with pytest.raises(AttributeError, match=r"module 'deepspeed\.runtime' has no attribute 'nonsense'"):
+        attribute_or_submodule("deepspeed.runtime", "nonsense")
+    assert not hasattr(deepspeed, "moe")
+
+
+def test_names_are_reachable_after_a_bare_import() -> None:
+    """As attributes, with no sub-module imported before; each in the order given, in one new interpreter."""
+    code = (
+        "import json, operator, sys, deepspeed\n"
+        "missing = []\n"
+        "for path in json.loads(sys.argv[1]):\n"
+        "    try: operator.attrgetter(path)(deepspeed)\n"
+        "    except AttributeError as error: missing.append(str(error))\n"
+        "print(json.dumps(missing))\n"
+    )
+    paths = json.dumps(CONTRACT["bare_import"]["works"])
+    done = subprocess.run([sys.executable, "-c", code, paths], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+# ---- kind and parameters -------------------------------------------------------------------------------------------
+
+
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
+    """Kind and parameters of a row: name -> default (`inspect.Parameter.empty` without one)."""
+    kind, _, rest = text.partition("(")
+    arguments = ast.parse(f"def f({rest}: ...").body[0].args  # type: ignore[attr-defined]
+    named = [argument.arg for argument in arguments.args]
+    defaults = [ast.literal_eval(default) for default in arguments.defaults]
+    filled = [inspect.Parameter.empty] * (len(named) - len(defaults)) + defaults
+    return kind, dict(zip(named, filled, strict=True))
+
+
+def differences(thing: Any, text: str) -> list[str]:
+    """Where `thing` differs from its row: what a caller written for the row would stumble over."""
+    kind, wanted = _parse(text)
+    problems = []
+    if kind and (kind == "class") != inspect.isclass(thing):
+        problems.append(f"is {'a' if inspect.isclass(thing) else 'no'} class")
+    ours = [p for p in inspect.signature(thing).parameters.values() if p.name != "self"]
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in ours)
+    any_position = any(p.kind is p.VAR_POSITIONAL for p in ours)
+    plain = [p for p in ours if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    for place, (name, default) in enumerate(wanted.items()):
+        if place < len(plain):
+            found = plain[place]
+            if found.name != name:
+                problems.append(f"parameter {place} is {found.name}, wanted {name}")
+            elif default not in (..., inspect.Parameter.empty) and found.default != default:
+                problems.append(f"{name} defaults to {found.default!r}, wanted {default!r}")
+        elif not any_keyword and not any_position:
+            problems.append(f"takes no {name}")
+    problems += [f"needs {p.name}" for p in plain[len(wanted) :] if p.default is p.empty]
+    return problems
+
+
+def test_differences_are_found() -> None:
+    def f(a: int, b: int = 2) -> None: ...
+
+    assert differences(f, "function(a, b=2)") == []
+    assert differences(f, "function(a, b=...)") == []
+    assert differences(f, "function(a, b=3)") == ["b defaults to 2, wanted 3"]
+    assert differences(f, "function(b, a)")[0] == "parameter 0 is a, wanted b"
+    assert differences(f, "function(a, b=2, c=1)") == ["takes no c"]
+    assert differences(f, "class(a, b=2)") == ["is no class"]
+    assert differences(lambda a, b: None, "function(a)") == ["needs b"]
+
+
+def test_signatures() -> None:
+    found = {}
+    for path, text in CONTRACT["signatures"].items():
+        module, _, name = path.rpartition(".")
+        found[path] = differences(_lookup(module, name), text)
+    assert {path: problems for path, problems in found.items() if problems} == {}
+
+
+def test_engine_signatures() -> None:
+    from deepspeed import DeepSpeedEngine
+
+    rows = CONTRACT["engine_signatures"].items()
+    found = {name: differences(getattr(DeepSpeedEngine, name), text) for name, text in rows}
+    assert {name: problems for name, problems in found.items() if problems} == {}
 
 
 def test_engine_members() -> None:
@@ -45,5 +160,5 @@ def test_engine_members() -> None:
 
 
 def test_lists_hold_no_duplicates() -> None:
-    pairs = _pairs("works") + _pairs("planned")
+    pairs = [(module, name) for part in (WORKS, PLANNED) for module, names in part.items() for name in names]
     assert len(pairs) == len(set(pairs))

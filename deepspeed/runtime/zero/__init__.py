@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.unbuilt import attribute_or_submodule
+
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
     from deepspeed.runtime.zero.memory_estimators import (
@@ -55,4 +57,4 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_NAMES[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'deepspeed.runtime.zero' has no attribute {name!r}")
+    return attribute_or_submodule(__name__, name)

@@ -1,0 +1,157 @@
+"""Names of features that are not built yet, so that asking for one says so instead of "no such module".
+
+Owns: the table of names, the error text, the finder behind ``import``, attribute lookup of packages without exports.
+Does not own: settings of such features (``runtime/feature_status.py`` refuses those).
+Invariant: nothing here makes a name appear to exist. ``hasattr`` stays False and ``import`` still fails with an
+ImportError; only the text differs. A module that exists is found before the finder is asked, so a feature that gets
+built needs no edit here to work (a test then asks for its row to be removed).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from deepspeed.git_version_info import version
+
+_PREFIX = "deepspeed."
+_PIPELINE = "pipeline parallelism"
+_INFERENCE = "the inference engine"
+_INJECTION = "kernel injection and automatic tensor parallelism"
+_SEQUENCE = "sequence parallelism"
+_WRITERS = "the stand-alone file writers (checkpoints use checkpoint.writer of the config)"
+
+# Dotted name below `deepspeed` -> the feature. A row covers everything below its name.
+UNBUILT: dict[str, str] = {
+    "init_inference": _INFERENCE,
+    "default_inference_config": _INFERENCE,
+    "InferenceEngine": _INFERENCE,
+    "DeepSpeedInferenceConfig": _INFERENCE,
+    "inference.build_engine_from_ds_checkpoint": _INFERENCE,
+    "inference.build_hf_engine": _INFERENCE,
+    "inference.InferenceEngineV2": _INFERENCE,
+    "inference.RaggedInferenceEngineConfig": _INFERENCE,
+    "inference.DeepSpeedTPConfig": _INFERENCE,
+    "inference.engine": _INFERENCE,
+    "inference.v2.engine_factory": _INFERENCE,
+    "inference.v2.engine_v2": _INFERENCE,
+    "inference.quantization": _INFERENCE,
+    "model_implementations": _INFERENCE,
+    "tp_model_init": "tensor-parallel training",
+    "runtime.tensor_parallel.tp_manager": "tensor-parallel training",
+    "PipelineModule": _PIPELINE,
+    "PipelineEngine": _PIPELINE,
+    "pipe": _PIPELINE,
+    "runtime.pipe.engine": _PIPELINE,
+    "runtime.pipe.module": _PIPELINE,
+    "runtime.pipe.p2p": _PIPELINE,
+    "runtime.pipe.schedule": _PIPELINE,
+    "runtime.state_dict_factory": "merging and splitting Megatron checkpoints",
+    "DeepSpeedHybridEngine": "the hybrid engine",
+    "runtime.hybrid_engine": "the hybrid engine",
+    "runtime.rollout": "the hybrid engine",
+    "DeepSpeedTransformerLayer": "the fused transformer layer",
+    "DeepSpeedTransformerConfig": "the fused transformer layer",
+    "ops.DeepSpeedTransformerLayer": "the fused transformer layer",
+    "ops.DeepSpeedTransformerConfig": "the fused transformer layer",
+    "ops.transformer": "the fused transformer layer",
+    "replace_transformer_layer": _INJECTION,
+    "revert_transformer_layer": _INJECTION,
+    "module_inject.replace_transformer_layer": _INJECTION,
+    "module_inject.replace_module": _INJECTION,
+    "module_inject.replace_policy": _INJECTION,
+    "module_inject.layers": _INJECTION,
+    "module_inject.auto_tp": _INJECTION,
+    "module_inject.containers": _INJECTION,
+    "moe": "mixture of experts",
+    "sequence": _SEQUENCE,
+    "runtime.sequence_parallel": _SEQUENCE,
+    "runtime.domino": "Domino",
+    "runtime.data_pipeline.curriculum_scheduler": "curriculum learning",
+    "runtime.data_pipeline.data_routing": "random layerwise token dropping",
+    "runtime.data_pipeline.data_sampling": "curriculum sampling and data analysis",
+    "runtime.progressive_layer_drop": "progressive layer dropping",
+    "runtime.eigenvalue": "eigenvalue estimation",
+    "runtime.quantize": "quantized training",
+    "runtime.weight_quantizer": "weight quantization",
+    "compile.passes": "DeepCompile",
+    "compile.backend": "DeepCompile",
+    "compression.compress": "compression",
+    "compression.helper": "compression",
+    "compression.scheduler": "compression",
+    "elasticity.compute_elastic_config": "elastic batch sizes",
+    "elasticity.ensure_immutable_elastic_config": "elastic batch sizes",
+    "elasticity.elasticity": "elastic batch sizes",
+    "elasticity.DSElasticAgent": "elastic training",
+    "elasticity.elastic_agent": "elastic training",
+    "autotuning.Autotuner": "autotuning",
+    "autotuning.autotuner": "autotuning",
+    "linear.OptimizedLinear": "the LoRA and quantized linear layers",
+    "linear.LoRAOptimizedLinear": "the LoRA and quantized linear layers",
+    "linear.optimized_linear": "the LoRA and quantized linear layers",
+    "monitor.monitor": "the monitors",
+    "profiling.flops_profiler": "the flops profiler",
+    "ops.sparse_attention": "block-sparse attention",
+    "ops.fp_quantizer": "quantization kernels",
+    "ops.quantizer": "quantization kernels",
+    "ops.random_ltd": "random layerwise token dropping",
+    "ops.compile": "DeepCompile",
+    "io": _WRITERS,
+}
+
+
+def feature_of(name: str) -> str | None:
+    """The unbuilt feature that the dotted ``name`` (with or without the leading package) belongs to, or None."""
+    parts = name.removeprefix(_PREFIX).split(".")
+    for length in range(len(parts), 0, -1):
+        feature = UNBUILT.get(".".join(parts[:length]))
+        if feature is not None:
+            return feature
+    return None
+
+
+def refusal(name: str) -> str | None:
+    """What to tell somebody who asks for ``name``, or None when it belongs to no unbuilt feature."""
+    feature = feature_of(name)
+    return None if feature is None else f"{name} is not built yet in deepspeed {version}: it belongs to {feature}"
+
+
+def attribute_or_submodule(package: str, name: str) -> Any:
+    """The body of ``__getattr__`` of a package that exports its sub-modules and nothing else.
+
+    ``deepspeed.runtime.engine`` then works after a bare ``import deepspeed``, as clients write it. Raises
+    AttributeError: no such module, or a feature that is not built.
+    """
+    full = f"{package}.{name}"
+    unbuilt = refusal(full)
+    if unbuilt is None and not name.startswith("_"):
+        try:
+            return importlib.import_module(full)
+        except ModuleNotFoundError as error:
+            if error.name != full:
+                raise  # the module is there, and something that it needs is not
+    raise AttributeError(unbuilt or f"module {package!r} has no attribute {name!r}")
+
+
+class UnbuiltFinder:
+    """The last finder of ``sys.meta_path``: what no other finds and the table names is refused with its text.
+
+    ``from package import Name`` asks for the sub-module ``package.Name`` before it gives up, so it comes here too. The
+    error carries no ``name``: Python would take it for the quiet "no such sub-module" and drop the text.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        if name.startswith(_PREFIX):
+            text = refusal(name)
+            if text is not None:
+                raise ModuleNotFoundError(text)
+
+
+def install_finder() -> None:
+    """Append :class:`UnbuiltFinder` to the import system, once."""
+    if not any(isinstance(finder, type) and finder.__name__ == UnbuiltFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.append(UnbuiltFinder)
