@@ -7,7 +7,9 @@ Does not own: the group itself, and which collective is used (`collectives.py`).
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -192,8 +194,16 @@ def group_timeout(group: Group) -> timedelta:
     return timedelta(minutes=30)  # torch's own default
 
 
-def _forget(key: int) -> Any:
+def _forget(key: int, finalizing: Callable[[], bool] = sys.is_finalizing) -> Any:
+    """The callback of a weak reference to a group: drops its facts.
+
+    Does nothing while the interpreter shuts down: a group that lives until then outlives the globals that the work
+    would need, and the end of the process gives back the memory anyway.
+    """
+
     def drop(ref: weakref.ref[Any]) -> None:
+        if finalizing():
+            return
         facts = _table.get(key)
         if facts is not None and facts.ref is ref:
             _drop(key, facts)
