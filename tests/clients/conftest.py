@@ -29,7 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     reason = f"{', '.join(MISSING)} not installed here; scripts/check_clients.sh makes an environment that has them"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        own = hasattr(getattr(item, "module", None), "NEEDS")  # a module about another client skips by itself
+        if Path(__file__).parent in item.path.parents and not own:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
