@@ -84,8 +84,6 @@ class FusedUpdate:
             if not driven.takes_rows(rows):
                 return False
             driven.update_from(rows, scale)
-            # Schedulers look at it, to tell who steps first.
-            self.base._opt_called = True  # type: ignore[attr-defined]
         if staged is not None:
             send(unit, staged)
             self._stages[id(group.host)].sent()

@@ -184,7 +184,6 @@ class Speculation:
         if guess is None or guess.job is None or not guess.undo:
             return False
         send(unit, self._stage(unit))
-        self.base._opt_called = True  # type: ignore[attr-defined]
         self.right += 1
         return True
 

@@ -109,6 +109,8 @@ class InlineStepper:
                     self.disk.settle_unit(unit)
         if self.disk is not None:
             self.disk.finish()
+        # Schedulers look at it, to tell who steps first; a rank that owns nothing has called no ``step``.
+        self.base._opt_called = True  # type: ignore[attr-defined]
         self.publisher.wait()
 
     def _update_fused(self, unit: Unit, facts: BoundaryFacts, scale: float) -> bool:
