@@ -15,6 +15,7 @@ import enum
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -234,6 +235,25 @@ class NvmeStore:
         self._writes[key] = self._engine.start(True, self._file, pages, entry.offset)
         buffer.state = _State.WRITING
         self._raise_failures()
+
+    def commit_all(self, keys: Sequence[str]) -> None:
+        """:meth:`commit` of each; an error of one, or of an earlier write, is raised when none is held any more."""
+        problems: list[OSError] = []
+        for key in keys:
+            try:
+                self.commit(key)
+            except OSError as problem:
+                problems.append(problem)
+        self.let_go(keys)
+        if problems:
+            raise problems[0]
+
+    def let_go(self, keys: Sequence[str]) -> None:
+        """Give back, unwritten, the buffers of those keys that the caller holds. Raises nothing."""
+        for key in keys:
+            buffer = self._at.get(key)
+            if buffer is not None and buffer.state is _State.HELD:
+                self._free(buffer)
 
     def drop(self, key: str) -> None:
         """Give the fetched buffer back unwritten: the file keeps what it has."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -96,7 +96,7 @@ class DiskStates:
         found: dict[str, list[tuple[BoundFragment, torch.Tensor]]] = {}
         for bound in unit.fragments:
             for key, value in self.base.state.get(bound.leaf, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == bound.leaf.shape and value.dim():
+                if _is_in_file(value, bound):
                     there = self._mapped.get((id(unit), key))
                     if there is None or unit.part(bound, there).data_ptr() != value.data_ptr():
                         found.setdefault(key, []).append((bound, value))
@@ -120,24 +120,23 @@ class DiskStates:
                 f"zero_optimization.offload_optimizer.buffer_count is {self.store.buffer_count}; this optimizer needs "
                 f"{len(keys)}: one buffer for the weights and one for each of its states ({', '.join(keys[1:])})"
             )
-        for key in keys:
-            self.store.prefetch(self._file(unit, key))
-        buffers = {key: self.store.fetch(self._file(unit, key)) for key in keys}
-        later = self._after.get(id(unit))
-        if later is not None:
-            for key in self._keys[id(later)]:
-                self.store.prefetch(self._file(later, key))
-        self._point(unit, buffers)
+        files = [self._file(unit, key) for key in keys]
         try:
+            for file in files:
+                self.store.prefetch(file)
+            buffers = {key: self.store.fetch(file) for key, file in zip(keys, files, strict=True)}
+            later = self._after.get(id(unit))
+            if later is not None:
+                for key in self._keys[id(later)]:
+                    self.store.prefetch(self._file(later, key))
+            self._point(unit, buffers)
             yield
         except BaseException:
-            for key in keys:
-                self.store.drop(self._file(unit, key))
+            self.store.let_go(files)
             self._point(unit, {key: self._mapped[id(unit), key] for key in keys})
             raise
         self._point(unit, {key: self._mapped[id(unit), key] for key in keys})
-        for key in keys:
-            self.store.commit(self._file(unit, key))
+        self.store.commit_all(files)
 
     def _point(self, unit: Unit, wholes: dict[str, torch.Tensor]) -> None:
         for bound in unit.fragments:
@@ -146,7 +145,7 @@ class DiskStates:
                 part = unit.part(bound, whole)
                 if key == _MASTER:
                     bound.leaf.data = part
-                elif key in state:
+                elif _is_in_file(state.get(key), bound):
                     state[key] = part
 
     def finish(self) -> None:
@@ -161,3 +160,8 @@ class DiskStates:
         self._mapped.clear()
         self.units = []
         self.store.close()
+
+
+def _is_in_file(value: Any, bound: BoundFragment) -> bool:
+    """Whether a state of ``bound`` goes to a file. Those of a number (0-dim) stay, as step counts do."""
+    return isinstance(value, torch.Tensor) and value.shape == bound.leaf.shape and value.dim() > 0

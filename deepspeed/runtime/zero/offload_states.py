@@ -61,7 +61,8 @@ def offload_zero_states(
 
     Args:
         pin_memory: page-locked memory, faster both ways.
-        non_blocking: return while copies are on their way (device memory is free once they are done).
+        non_blocking: return while copies are on their way (device memory is free once they are done). Synchronize
+            the device before states are read.
 
     Raises:
         ValueError: device nvme.
@@ -131,6 +132,8 @@ def offload_optimizer_states(
     _move(list(_state_tensors(optimizer)), target, host, non_blocking=non_blocking)
     if host is not None:
         optimizer._ds_state_host = host  # type: ignore[attr-defined]  # locked as long as the states are there
+        if not non_blocking:
+            get_accelerator().synchronize()
 
 
 def reload_optimizer_states(optimizer: torch.optim.Optimizer, device: Any, non_blocking: bool = False) -> None:

@@ -449,7 +449,9 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def rescale_grads(self, factor: float) -> None:
         """Multiply everything the window holds by ``factor``."""
+        self.undo_speculation()
         self.reducer.wait()
+        self._host_settled()  # or what is still on its way would land over the product
         with torch.no_grad():
             for group in self.groups:
                 held = [piece for piece in group.grads if piece is not None]
@@ -470,11 +472,14 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def _settle_on_host(self) -> None:
         """Offloaded gradients are in host memory, all of them, and may be read."""
-        apart = [group for group in self.groups if group.offloaded]
-        for group in apart:
-            if not group.sharded:
+        for group in self.groups:
+            if group.offloaded and not group.sharded:
                 group.grads_to_host()
-        if apart and not get_accelerator().is_synchronized_device():
+        self._host_settled()
+
+    def _host_settled(self) -> None:
+        """Copies between the device and the host memory of offloaded gradients have ended."""
+        if any(group.offloaded for group in self.groups) and not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()
 
     def unscale(self) -> float:
@@ -682,6 +687,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's masters, base-optimizer state and loss scaler as a copy; see ``zero/state_dict.py``."""
+        self.undo_speculation()
         placement = self.placement
         stage = int(placement.state_sharded) + int(placement.reduces_every_backward) + int(placement.parameter_sharded)
         return zero_state.shard_state(self, stage, zero_state.join_in_memory)

@@ -33,8 +33,10 @@ class HistoricalViews(ZeroOptimizer):
         """This rank's master shard per group.  # 1D, shard_numel
 
         Raises AttributeError where masters are aliased to several pieces of the parameters (fp32, more than one
-        bucket): there is no one tensor to show; use ``deepspeed.utils.safe_get_full_fp32_param``.
+        bucket), or lie in a file by unit: there is no one tensor to show; use
+        ``deepspeed.utils.safe_get_full_fp32_param``.
         """
+        self.undo_speculation()
         shards = []
         for group in self.groups:
             if group.master is not None:
@@ -42,9 +44,10 @@ class HistoricalViews(ZeroOptimizer):
             elif group.flat is not None and len(group.layout.segments) == 1:
                 shards.append(group.model_piece(group.layout.segments[0]))
             else:
+                where = "lie in a file" if group.on_disk else "are the parameters themselves"
                 raise AttributeError(
-                    "single_partition_of_fp32_groups: the parameters are their own masters, in pieces; read them "
-                    "with deepspeed.utils.safe_get_full_fp32_param(param)"
+                    f"single_partition_of_fp32_groups: the masters {where}, in pieces; read them with "
+                    "deepspeed.utils.safe_get_full_fp32_param(param)"
                 )
         return shards
 
