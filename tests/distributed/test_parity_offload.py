@@ -31,7 +31,9 @@ MODELS = ("tied", "unused", "llama", "embeddings")
 
 
 def _in_daily_run(world_size: int, precision: str, optimizer: str) -> bool:
-    return optimizer == "adamw" if world_size == 2 else (precision, optimizer) == ("bf16", "sgd")
+    if optimizer == "adamw":
+        return world_size == 2 and precision in ("fp32", "bf16", "fp16")
+    return (world_size, precision, optimizer) == (1, "bf16", "sgd")
 
 
 @pytest.mark.parametrize(
