@@ -121,3 +121,18 @@ def feedback_restarts() -> list[str]:
 def test_error_feedback_says_that_it_starts_again(pool: Any) -> None:
     for lines in pool.run(2, feedback_restarts):
         assert sum("LoCo error feedback starts from zero" in line for line in lines) == 1
+
+
+@on_ranks(2)
+def test_one_rank_may_ask_which_tensors_share_storage() -> None:
+    engine = start(pair(), 3)
+    if torch.distributed.get_rank() == 1:  # as exports do that only one rank writes
+        state = engine.module.state_dict()
+        pointers = {name: value.untyped_storage().data_ptr() for name, value in state.items()}
+        assert len(set(pointers.values())) == len(pointers)
+        again = engine.module.state_dict()
+        assert pointers == {name: value.untyped_storage().data_ptr() for name, value in again.items()}
+        with pytest.raises(RuntimeError, match="data_ptr needs its values outside forward"):
+            engine.module[0].weight.data_ptr()
+    torch.distributed.barrier()
+    engine.destroy()

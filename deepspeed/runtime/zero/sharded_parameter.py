@@ -244,6 +244,29 @@ def _contiguous_facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return func(meta, *args[1:], **kwargs)
 
 
+def _storage_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``untyped_storage()`` outside of training: one byte of the parameter's own, which tells which tensors are tied.
+
+    Exports compare storages, often on one rank alone, where a gather would wait for the others for ever.
+    """
+    param: Any = parameter_of(args[0])
+    block = block_of(param)
+    if block is None or block.owner is None or block.pins or block.owner.in_training():
+        return _with_values(func, args, kwargs)
+    identity = param.__dict__.get("_ds_identity")
+    if identity is None:
+        identity = param._ds_identity = torch.zeros(1, dtype=torch.uint8, device=param.device)
+    return identity.untyped_storage()
+
+
+def _address_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``data_ptr()``: who asks for an address outside of training would read what is not there."""
+    block = block_of(parameter_of(args[0]))
+    if block is not None and block.owner is not None and not block.pins and not block.owner.in_training():
+        raise _refusal(block.name_of(parameter_of(args[0])), _name(func))
+    return _with_values(func, args, kwargs)
+
+
 _T: Any = torch.Tensor
 _SET_DATA = _T.data.__set__
 
@@ -263,6 +286,8 @@ _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     _T.cuda: _in_place,
     _T.cpu: _in_place,
     _T.contiguous: _in_place,
+    _T.untyped_storage: _storage_of,
+    _T.data_ptr: _address_of,
     _T.stride: _contiguous_facts,
     _T.is_contiguous: _contiguous_facts,
 }
