@@ -37,7 +37,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(LANES) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 

@@ -6,6 +6,7 @@ import sys
 import time
 
 import torch
+
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 
