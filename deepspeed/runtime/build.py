@@ -43,7 +43,8 @@ from deepspeed.runtime.zero.historical import optimizer_class
 from deepspeed.runtime.zero.init_shard import make_whole
 from deepspeed.runtime.zero.meta_parameters import take_off_meta
 from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
-from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
+from deepspeed.runtime.zero.optimizer import ZeroOptimizer
+from deepspeed.runtime.zero.options import ZeroOptions
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.sharded_module import ShardedModule

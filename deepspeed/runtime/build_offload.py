@@ -19,7 +19,7 @@ from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
 from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
 from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
 from deepspeed.runtime.zero.fused_update import rows_of
-from deepspeed.runtime.zero.optimizer import OffloadOptions
+from deepspeed.runtime.zero.options import OffloadOptions
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils.host_memory import available_memory, total_memory
 from deepspeed.utils.logging import log_dist

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.precision import PrecisionPolicy
-from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
+from deepspeed.runtime.zero.optimizer import ZeroOptimizer
+from deepspeed.runtime.zero.options import ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
 from tests.harness.pool import WorkerPool
 

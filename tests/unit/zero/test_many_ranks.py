@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deepspeed.comm import collectives
 from deepspeed.runtime.precision import PrecisionPolicy
-from deepspeed.runtime.zero.optimizer import ZeroOptimizer, ZeroOptions
+from deepspeed.runtime.zero.optimizer import ZeroOptimizer
+from deepspeed.runtime.zero.options import ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
 
 
