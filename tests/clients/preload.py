@@ -10,6 +10,8 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_DISABLED", "true")
 
+import gc
+
 import accelerate
 import datasets
 import peft
@@ -17,6 +19,7 @@ import transformers
 import transformers.integrations.deepspeed
 import trl
 from accelerate.utils import deepspeed as _accelerate_deepspeed
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers import (
     AutoModelForCausalLM,
     GPT2LMHeadModel,
@@ -26,3 +29,10 @@ from transformers import (
     Trainer,
 )
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
+
+import deepspeed.initialization
+import deepspeed.runtime.zero.sharded_module
+import deepspeed.utils.zero_to_fp32
+
+get_checkpoint_conversion_mapping("llama")  # built once, on the first save
+gc.freeze()  # what was imported is neither collected nor copied into a rank by a collection
