@@ -19,7 +19,6 @@ import transformers
 import transformers.integrations.deepspeed
 import trl
 from accelerate.utils import deepspeed as _accelerate_deepspeed
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers import (
     AutoModelForCausalLM,
     GPT2LMHeadModel,
@@ -28,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Trainer,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
 import deepspeed.initialization
