@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.unbuilt import refusal
+
 if TYPE_CHECKING:
     from deepspeed.checkpoint.errors import CheckpointError
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape, enable_universal_checkpoint
@@ -37,7 +39,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("deepspeed.checkpoint.constants"), name)
     if name in _NAMES:
         return getattr(importlib.import_module(_NAMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(refusal(f"{__name__}.{name}") or f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -24,10 +24,10 @@ from deepspeed.checkpoint.errors import CheckpointError
 
 # name -> (module, one line). Only the module of the chosen command is imported; one that is absent is not listed.
 COMMANDS = {
-    "inspect": ("deepspeed.checkpoint.cli_inspect", "what a checkpoint holds and where each element lies"),
-    "verify": ("deepspeed.checkpoint.cli_verify", "check sizes, checksums and completeness"),
-    "diff": ("deepspeed.checkpoint.cli_diff", "compare the tensors of two checkpoints of any layout"),
-    "convert": ("deepspeed.checkpoint.cli_convert", "write a checkpoint in another layout"),
+    "inspect": ("deepspeed.checkpoint.tool.inspect", "what a checkpoint holds and where each element lies"),
+    "verify": ("deepspeed.checkpoint.tool.verify", "check sizes, checksums and completeness"),
+    "diff": ("deepspeed.checkpoint.tool.diff", "compare the tensors of two checkpoints of any layout"),
+    "convert": ("deepspeed.checkpoint.tool.convert", "write a checkpoint in another layout"),
 }
 UNREADABLE = 2
 

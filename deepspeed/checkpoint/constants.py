@@ -135,7 +135,7 @@ LAYOUT_RECORD_VERSION = 1
 # In optimizer-states files: which fragment holds which state, per shard group.
 STATE_TABLES = "state_tables"
 SHARD_RANK = "shard_rank"
-# In zero/optimizer_state.pt of universal folders: what each parameter has there, see ``universal_record.py``.
+# In zero/optimizer_state.pt of universal folders: what each parameter has there, see ``universal/record.py``.
 UNIVERSAL_RECORD = "ds_universal"
 UNIVERSAL_RECORD_VERSION = 1
 # In model-states files: what the engine needs to go on exactly, beside the historical keys.

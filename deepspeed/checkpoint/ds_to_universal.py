@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: Any) -> None:
     """Convert as ``args`` says, a namespace with the flags' names. Raises CheckpointError."""
-    from deepspeed.checkpoint.universal_write import convert
+    from deepspeed.checkpoint.universal.write import convert
 
     record = convert(
         Path(args.input_folder),

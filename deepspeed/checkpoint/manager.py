@@ -8,7 +8,7 @@ error, and up to the last step nothing that was there before has changed: no fil
 
 Owns: the order of these steps and the rules about tags. Does not own: content (``writer.py``, ``restore.py``,
 ``engine_state.py``), what follows once a save is agreed on (``publish.py``), doing that beside training
-(``background.py``).
+(``disk/background.py``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint import agree, durable, engine_state, export, names, reader, restore, trusted, writer
+from deepspeed.checkpoint import agree, engine_state, export, names, reader, restore, trusted, writer
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.background import BackgroundSaver
+from deepspeed.checkpoint.disk import durable
+from deepspeed.checkpoint.disk.background import BackgroundSaver
+from deepspeed.checkpoint.disk.publish import Publication, SaveJob, SaveRequest
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.publish import Publication, SaveJob, SaveRequest
-from deepspeed.checkpoint.universal_reader import open_tag
+from deepspeed.checkpoint.universal.reader import open_tag
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.utils.logging import logger
@@ -79,7 +80,7 @@ class CheckpointManager:
         """Write everything an exact resume needs to ``save_dir/tag`` (default tag: ``global_step{N}``).
 
         When it returns, the checkpoint is complete and on disk, on every rank's account; True. With
-        ``checkpoint.writer.decoupled`` it returns after a copy (``background.py``). Raises ValueError for an empty
+        ``checkpoint.writer.decoupled`` it returns after a copy (``disk/background.py``). Raises ValueError for an empty
         folder or a tag that is refused, KeyError for a reserved key in ``client_state``, CheckpointError (the
         same on all ranks) when writing failed anywhere; then what was there before is untouched.
         """

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import durable, names, trusted
 from deepspeed.checkpoint import index as indexing
+from deepspeed.checkpoint import names, trusted
+from deepspeed.checkpoint.disk import durable
+from deepspeed.checkpoint.disk.manifest import Manifest, is_complete, read_manifest, wrong_checksums, wrong_sizes
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.manifest import Manifest, is_complete, read_manifest, wrong_checksums, wrong_sizes
 from deepspeed.checkpoint.weights import ShardedWeight
 from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.state_dict import FLAT, base_state_key, masters_key

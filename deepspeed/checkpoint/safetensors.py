@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from deepspeed.checkpoint import durable
+from deepspeed.checkpoint.disk import durable
 from deepspeed.checkpoint.errors import CheckpointError
 
 SUFFIX = ".safetensors"

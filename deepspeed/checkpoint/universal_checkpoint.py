@@ -1,6 +1,6 @@
 """The historical names around loading one parameter from a universal folder, and the class its files may name.
 
-``engine.load_checkpoint`` does not need them: it plans and checks a whole folder (``universal_reader.py``).
+``engine.load_checkpoint`` does not need them: it plans and checks a whole folder (``universal/reader.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import trusted
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.universal_patterns import SubparamShape, cut
+from deepspeed.checkpoint.universal.patterns import SubparamShape, cut
 from deepspeed.ops.optimizer_base import StateOptimizer
 from deepspeed.utils.tensor_fragment import _must_own, _name
 

@@ -8,7 +8,7 @@ The format is that of ``torch.save``: a stored (uncompressed) zip archive with `
 and one ``data/<key>`` record per storage, aligned for memory mapping. Equal tensors (same memory, shape, strides,
 dtype) share one storage, so tied weights stay tied. Source: PyTorch documentation, "Serialization semantics".
 
-Owns: pickling and the archive. Does not own: where files go and when they count (``deepspeed/checkpoint/durable.py``).
+Owns: pickling and the archive. Does not own: where files go and when they count (``checkpoint/disk/durable.py``).
 Invariant: the CRC-32 and size returned are those of the whole file, from one pass over the data.
 """
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint import durable, trusted
+from deepspeed.checkpoint import trusted
+from deepspeed.checkpoint.disk import durable
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.utils.torch_file import TorchFile
 

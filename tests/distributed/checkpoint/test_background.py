@@ -25,7 +25,7 @@ DECOUPLED = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}
 @contextlib.contextmanager
 def held_back() -> Iterator[threading.Event]:
     """No file is opened for writing before the event is set."""
-    from deepspeed.checkpoint import durable
+    from deepspeed.checkpoint.disk import durable
 
     go, plain = threading.Event(), durable.open_for_writing
 
@@ -74,7 +74,8 @@ def test_the_moment_of_the_call_is_saved(pool: WorkerPool, tmp_path: Path, stage
 
 
 def failing_body(folder: str, rank: int, name: str) -> tuple[int, str]:
-    from deepspeed.checkpoint import CheckpointError, durable
+    from deepspeed.checkpoint import CheckpointError
+    from deepspeed.checkpoint.disk import durable
 
     engine = runs.start(runs.config(2, **DECOUPLED))
     runs.step(engine, 0, dist.get_rank())
@@ -127,7 +128,8 @@ def test_a_failure_is_raised_by_all_ranks_at_one_step(pool: WorkerPool, tmp_path
 
 
 def waiting_body(folder: str) -> None:
-    from deepspeed.checkpoint import CheckpointError, durable
+    from deepspeed.checkpoint import CheckpointError
+    from deepspeed.checkpoint.disk import durable
 
     engine = runs.start(runs.config(1, "bf16", **DECOUPLED))
     runs.step(engine, 0, dist.get_rank())
@@ -164,7 +166,7 @@ SCRIPT = """
     import sys, time
     import torch
     import deepspeed
-    from deepspeed.checkpoint import durable
+    from deepspeed.checkpoint.disk import durable
 
     plain = durable.open_for_writing
     durable.open_for_writing = lambda path: (time.sleep(0.1), plain(path))[1]

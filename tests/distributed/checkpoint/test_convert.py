@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.checkpoint import CheckpointError, trusted
 from deepspeed.checkpoint import __main__ as tool
 from deepspeed.checkpoint.index import FragmentIndex
-from deepspeed.checkpoint.reference_layout import add_shard
+from deepspeed.checkpoint.reference.layout import add_shard
 from deepspeed.runtime.zero.layout import ShardLayout
 from tests.distributed.checkpoint import runs
 from tests.harness.pool import WorkerPool

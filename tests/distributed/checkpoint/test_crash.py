@@ -25,7 +25,7 @@ def good_body(folder: str) -> dict[str, Any]:
 
 
 def dying_body(folder: str, rank: int, name: str, background: bool) -> None:
-    from deepspeed.checkpoint import durable
+    from deepspeed.checkpoint.disk import durable
 
     engine = runs.start(runs.config(2, "bf16", checkpoint={"writer": {"decoupled": background}}))
     engine.load_checkpoint(folder)

@@ -723,7 +723,7 @@ def test_memory_does_not_grow_with_saves(pool: WorkerPool, tmp_path: Path) -> No
 
 
 def fault_body(folder: str, rank: int, name: str) -> None:
-    from deepspeed.checkpoint import durable
+    from deepspeed.checkpoint.disk import durable
 
     engine = runs.start(runs.config(2))
     train(engine, 0, 1)

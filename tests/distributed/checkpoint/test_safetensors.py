@@ -63,7 +63,7 @@ def test_exports_load_strictly(pool: WorkerPool, tmp_path: Path, stage: int, pre
 
 
 def failing_body(folder: str) -> None:
-    from deepspeed.checkpoint import durable
+    from deepspeed.checkpoint.disk import durable
 
     engine = runs.start(runs.config(3))
     engine.save_16bit_model(folder, "model.safetensors")

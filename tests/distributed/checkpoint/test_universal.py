@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.checkpoint import CheckpointError, constants, enable_universal_checkpoint, universal_write
+from deepspeed.checkpoint import CheckpointError, constants, enable_universal_checkpoint
 from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
+from deepspeed.checkpoint.universal import write as universal_write
 from tests.distributed.checkpoint import runs
 from tests.distributed.checkpoint.test_layouts import OPTIMIZERS, load_run, same_full, save_run
 from tests.harness.pool import WorkerPool

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint import durable, names, reader
-from deepspeed.checkpoint.manifest import Manifest, is_complete, read_manifest, wrong_checksums
+from deepspeed.checkpoint import names, reader
+from deepspeed.checkpoint.disk import durable
+from deepspeed.checkpoint.disk.manifest import Manifest, is_complete, read_manifest, wrong_checksums
 from deepspeed.utils.torch_file import TorchFile
 from tests.harness.pool import WorkerPool
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.checkpoint import direct, durable
+from deepspeed.checkpoint.disk import direct, durable
 from deepspeed.utils.host_buffer import HostBuffer, RunCopier
 from deepspeed.utils.torch_file import Pack, TorchFile
 

@@ -11,8 +11,9 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from deepspeed.checkpoint import durable, names
-from deepspeed.checkpoint.manifest import Manifest, is_complete
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.disk import durable
+from deepspeed.checkpoint.disk.manifest import Manifest, is_complete
 from deepspeed.utils.torch_file import TorchFile
 
 TOKEN = "0badcafe"

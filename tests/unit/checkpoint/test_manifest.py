@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.checkpoint import manifest, names
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.disk import manifest
 from tests.unit.checkpoint.test_durable import complete
 
 FILE = names.model_file(0)

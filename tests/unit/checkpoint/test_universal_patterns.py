@@ -10,8 +10,8 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.universal.patterns import Patterns, cut, join
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
-from deepspeed.checkpoint.universal_patterns import Patterns, cut, join
 from deepspeed.utils import torch_file
 
 INFO: dict[str, Any] = {

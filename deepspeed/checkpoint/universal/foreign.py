@@ -8,7 +8,7 @@
 A parameter that has some of the states the others have has lost the rest: an error. One that has none of them never had
 a gradient.
 
-Owns: that record, and the index of those fragments. Does not own: files of parameters (``universal_reader.py``).
+Owns: that record, and the index of those fragments. Does not own: files of parameters (``universal/reader.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint import names, trusted
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.universal_record import FLAT as FLAT_FORM
-from deepspeed.checkpoint.universal_record import WHOLE, UniversalParameter, UniversalRecord
+from deepspeed.checkpoint.universal.record import FLAT as FLAT_FORM
+from deepspeed.checkpoint.universal.record import WHOLE, UniversalParameter, UniversalRecord
 from deepspeed.runtime.zero import state_dict as zero_state
 
 

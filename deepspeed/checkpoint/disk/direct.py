@@ -4,8 +4,8 @@ Through the cache every byte is copied once more, and ``fsync`` then waits for a
 straight to the disk; the end of the file, and headers that are filled in later, take the ordinary way.
 
 Owns: buffers in flight, and that what is written twice ends up as written last. Does not own: opening, fsync and
-renaming (``durable.py``). Invariant: after :meth:`DirectFile.finish` the file holds exactly what was written; a file
-system that cannot do this is written to through the cache, with the same result.
+renaming (``disk/durable.py``). Invariant: after :meth:`DirectFile.finish` the file holds exactly what was written; a
+file system that cannot do this is written to through the cache, with the same result.
 """
 
 from __future__ import annotations

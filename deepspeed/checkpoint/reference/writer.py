@@ -4,7 +4,7 @@ Parameters of a group stand in the module's order there, end to end and cut once
 into sub-groups (stage 3); ours follow communication buckets. Masters and states are read through the index and written
 as lists of mapped parts, so nothing larger than one piece of a file is in memory.
 
-Owns: the content of their files. Does not own: reading (``reader.py``), the command (``cli_convert.py``).
+Owns: the content of their files. Does not own: reading (``reader.py``), the command (``tool/convert.py``).
 Invariant: every element of every parameter is copied as it is; what their form cannot hold is an error, or a note.
 """
 

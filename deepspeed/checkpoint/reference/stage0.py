@@ -5,7 +5,7 @@ over a flat tensor per group beside flat masters (``fp32_groups_flat``). None of
 numbers, in the order in which the parameters were given to the optimizer. Names come from the running optimizer, which
 the same script gives the same order, or else from the module when that leaves no choice; shapes must agree.
 
-Owns: naming and indexing these. Does not own: the other stages (``reference_layout.py``).
+Owns: naming and indexing these. Does not own: the other stages (``reference/layout.py``).
 Invariant: what cannot be named for certain is an error.
 """
 
@@ -20,7 +20,7 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.reference_layout import own_settings
+from deepspeed.checkpoint.reference.layout import own_settings
 from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.state_dict import FLAT, dtype_name
 

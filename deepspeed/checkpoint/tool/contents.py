@@ -19,7 +19,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint import names, reader
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.reference_reader import open_saved
+from deepspeed.checkpoint.reference.reader import open_saved
 from deepspeed.checkpoint.weights import ShardedWeight
 from deepspeed.runtime.zero.state_dict import FLAT, SCALAR
 

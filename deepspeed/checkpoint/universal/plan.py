@@ -2,10 +2,10 @@
 
     every parameter    its master, every state the optimizer has of it (whatever it is called), its step
     the others         frozen parameters, as they are
-    one file           hyper-parameters, loss scale and the record (``universal_record.py``)
+    one file           hyper-parameters, loss scale and the record (``universal/record.py``)
     model states       buffers, counters, schedule, client state; parameters are empty there
 
-Owns: content. Does not own: writing (``universal_write.py``), how slices are joined (``universal_patterns.py``).
+Owns: content. Does not own: writing (``universal/write.py``), how slices are joined (``universal/patterns.py``).
 Invariant: planning reads the tag's metadata and maps its files; elements are read when a file is written.
 """
 
@@ -25,11 +25,11 @@ from deepspeed.checkpoint import names, trusted
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.index import MASTER, Extent
 from deepspeed.checkpoint.reader import SavedTag
-from deepspeed.checkpoint.reference_reader import open_saved
-from deepspeed.checkpoint.universal_common import common_state, model_states
-from deepspeed.checkpoint.universal_patterns import WHOLE as UNCUT
-from deepspeed.checkpoint.universal_patterns import Category, Patterns, join
-from deepspeed.checkpoint.universal_record import FLAT, WHOLE, UniversalParameter, UniversalRecord, safe_stem
+from deepspeed.checkpoint.reference.reader import open_saved
+from deepspeed.checkpoint.universal.common import common_state, model_states
+from deepspeed.checkpoint.universal.patterns import WHOLE as UNCUT
+from deepspeed.checkpoint.universal.patterns import Category, Patterns, join
+from deepspeed.checkpoint.universal.record import FLAT, WHOLE, UniversalParameter, UniversalRecord, safe_stem
 from deepspeed.checkpoint.weights import ShardedWeight
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.utils.torch_file import Pack, Slice
@@ -86,7 +86,7 @@ def open_sources(folder: Path, inject_missing_state: bool = False) -> list[Sourc
 
 
 def plan_conversion(sources: list[Source], stage: int | None = None) -> tuple[UniversalRecord, list[FileJob]]:
-    """The record and every file. ``stage``: see :func:`~deepspeed.checkpoint.universal_write.convert`."""
+    """The record and every file. ``stage``: see :func:`~deepspeed.checkpoint.universal.write.convert`."""
     first = sources[0].first
     assert first.record is not None
     form = FLAT if (first.stage if stage is None else stage) >= 3 else WHOLE

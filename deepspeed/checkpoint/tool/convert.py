@@ -4,7 +4,7 @@ The result is a tag in ``OUT_DIR``, of the same name, stage and number of ranks,
 loads it at that number of ranks, and its own tools read it. (Here every layout loads as it is; to load a tag of
 DeepSpeed no conversion is needed.)
 
-Owns: the command. Does not own: the content (``reference_writer.py``).
+Owns: the command. Does not own: the content (``reference/writer.py``).
 Invariant: the tag appears when all of its files are complete.
 """
 
@@ -16,13 +16,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint import contents, durable, names, reader
+from deepspeed.checkpoint import names, reader
+from deepspeed.checkpoint.disk import durable
+from deepspeed.checkpoint.disk.manifest import is_complete
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.manifest import is_complete
-from deepspeed.checkpoint.reference_writer import ReferenceWriter
+from deepspeed.checkpoint.reference.writer import ReferenceWriter
+from deepspeed.checkpoint.tool import contents
 from deepspeed.utils.torch_file import TorchFile
 
-_SCRIPTS_FOLDER = Path(__file__).resolve().parent.parent / "utils"
+_SCRIPTS_FOLDER = Path(__file__).resolve().parents[2] / "utils"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

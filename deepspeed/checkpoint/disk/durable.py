@@ -1,7 +1,7 @@
 """Putting files on disk so that a crash at any moment leaves the old state or the new one.
 
 Owns: writing aside, fsync, atomic replacement of files and folders, and clearing away what crashes left.
-Does not own: what is written, or when a checkpoint counts as complete (``manifest.py``, ``manager.py``).
+Does not own: what is written, or when a checkpoint counts as complete (``disk/manifest.py``, ``manager.py``).
 Invariant: a visible name is only ever created or replaced by a rename of something complete and already on disk.
 """
 
@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from deepspeed.checkpoint import direct, names
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.disk import direct
 from deepspeed.utils.torch_file import TorchFile, Written
 
 # A folder in transit whose owner cannot be asked is dead when nothing in it has changed for this long.

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint import contents, names, reader
+from deepspeed.checkpoint import names, reader
+from deepspeed.checkpoint.disk.manifest import read_manifest, wrong_checksums, wrong_sizes
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.manifest import read_manifest, wrong_checksums, wrong_sizes
+from deepspeed.checkpoint.tool import contents
 
 DAMAGED = 1
 

@@ -6,8 +6,8 @@ Tensors go from mapped file to file a few MiB at a time, so memory does not grow
 tensor parallelism are joined in memory, one state of one parameter per worker. Workers are threads: copying, checksums
 and writing release the interpreter, and a thread is there at once where a process would first import torch.
 
-Owns: order and atomicity of a conversion. Does not own: which files there are (``universal_plan.py``), the command line
-(``ds_to_universal.py``), reading it back (``universal_reader.py``).
+Owns: order and atomicity of a conversion. Does not own: which files there are (``universal/plan.py``), the command line
+(``ds_to_universal.py``), reading it back (``universal/reader.py``).
 Invariant: the source is only read; the output appears complete or not at all.
 """
 
@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import durable, names
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.disk import durable
+from deepspeed.checkpoint.disk.manifest import Manifest, is_complete
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.manifest import Manifest, is_complete
 from deepspeed.checkpoint.reader import SavedTag
-from deepspeed.checkpoint.universal_plan import FileJob, open_sources, plan_conversion
-from deepspeed.checkpoint.universal_record import UniversalRecord
+from deepspeed.checkpoint.universal.plan import FileJob, open_sources, plan_conversion
+from deepspeed.checkpoint.universal.record import UniversalRecord
 from deepspeed.git_version_info import version
 from deepspeed.utils.torch_file import TorchFile, Written
 

@@ -6,7 +6,7 @@ rank's pieces end to end, closed into a *sub-group* whenever ``sub_group_size`` 
 ``runtime/zero/layout.py``: one segment for a whole group, and one segment per parameter.
 
 Owns: this arithmetic, the check of every shard against it, and filling a :class:`~.index.FragmentIndex` from shards.
-Does not own: opening files, stage 0 (``reference_stage0.py``).
+Does not own: opening files, stage 0 (``reference/stage0.py``).
 Invariant: what is filled in fits the lengths of the tensors and the mappings the file gives; else it is an error.
 """
 

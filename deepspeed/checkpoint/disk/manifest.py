@@ -1,7 +1,7 @@
 """The manifest of a tag folder: every file with its size and checksum. Written last; a tag of ours without one is torn.
 
 Owns: writing, reading and verifying ``manifest.json``, and finding the complete tags of a folder.
-Does not own: atomicity (``durable.py``), which files there are (``writer.py``).
+Does not own: atomicity (``disk/durable.py``), which files there are (``writer.py``).
 Invariant: a file listed here was complete and on disk, with these bytes, when the manifest was written.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from deepspeed.checkpoint import durable, names
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.disk import durable
 from deepspeed.utils.crc32 import crc32
 from deepspeed.utils.torch_file import Written
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import contents, reader
-from deepspeed.checkpoint.cli_inspect import console, escaped
+from deepspeed.checkpoint import reader
+from deepspeed.checkpoint.tool import contents
+from deepspeed.checkpoint.tool.inspect import console, escaped
 from deepspeed.runtime.zero.state_dict import dtype_name
 
 DIFFERENT = 1

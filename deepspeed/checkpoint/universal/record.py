@@ -6,9 +6,9 @@ Two historical *forms* of the files of one parameter exist; this release writes 
     flat     the bare tensor, 1D; the step stands in optimizer_state.pt            read by its stage 3
 
 The record says what each parameter has, so that a file that is gone is noticed and nothing has to be guessed.
-Folders of other releases have no record; ``universal_foreign.py`` makes one of what they do say.
+Folders of other releases have no record; ``universal/foreign.py`` makes one of what they do say.
 
-Owns: the form of the record. Does not own: files (``universal_write.py``, ``universal_reader.py``).
+Owns: the form of the record. Does not own: files (``universal/write.py``, ``universal/reader.py``).
 """
 
 from __future__ import annotations

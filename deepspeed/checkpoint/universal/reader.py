@@ -1,7 +1,7 @@
 """A universal folder, opened for reading: the same questions answered as by a :class:`~.reader.SavedTag`.
 
 Owns: finding the files of every parameter and turning them into a :class:`~.index.FragmentIndex`. Does not own: what an
-engine does with them (``restore.py``), folders of other releases, which have no record (``universal_foreign.py``).
+engine does with them (``restore.py``), folders of other releases, which have no record (``universal/foreign.py``).
 Invariant: a file the record lists is read or its absence is an error that names it and its parameter.
 """
 
@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import durable, names, reader, trusted
 from deepspeed.checkpoint import index as indexing
+from deepspeed.checkpoint import names, reader, trusted
+from deepspeed.checkpoint.disk import durable
+from deepspeed.checkpoint.disk.manifest import is_complete, read_manifest
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.manifest import is_complete, read_manifest
 from deepspeed.checkpoint.reader import SavedParameter, SavedTag
-from deepspeed.checkpoint.reference_reader import open_saved
-from deepspeed.checkpoint.universal_common import scaler_attributes
-from deepspeed.checkpoint.universal_foreign import ForeignFrozen, foreign_record
-from deepspeed.checkpoint.universal_record import UniversalParameter, UniversalRecord
+from deepspeed.checkpoint.reference.reader import open_saved
+from deepspeed.checkpoint.universal.common import scaler_attributes
+from deepspeed.checkpoint.universal.foreign import ForeignFrozen, foreign_record
+from deepspeed.checkpoint.universal.record import UniversalParameter, UniversalRecord
 from deepspeed.checkpoint.weights import ShardedWeight
 from deepspeed.runtime.zero.state_dict import FLAT, SCALAR, TENSOR
 

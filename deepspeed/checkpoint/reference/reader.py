@@ -5,7 +5,7 @@ Its files have no layout record; one is made from the shapes in the model-states
 stage 3 every rank's model states list tied names, but not what they are tied to: a name without elements anywhere is
 left out, and the live module, which ties it, serves it.
 
-Owns: which file says what. Does not own: the arithmetic (``reference_layout.py``, ``reference_stage0.py``), what an
+Owns: which file says what. Does not own: the arithmetic (``reference/layout.py``, ``reference/stage0.py``), what an
 engine does with it (``restore.py``).
 Invariant: model-parallel slices, experts and pipeline layers, which this release does not read, are refused by name.
 """
@@ -21,11 +21,11 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
-from deepspeed.checkpoint import reference_layout as layouts
 from deepspeed.checkpoint import trusted
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reader import SavedTag
-from deepspeed.checkpoint.reference_stage0 import Stage0Optimizer, parameters_in
+from deepspeed.checkpoint.reference import layout as layouts
+from deepspeed.checkpoint.reference.stage0 import Stage0Optimizer, parameters_in
 from deepspeed.runtime.zero.state_dict import base_state_key, dtype_name, masters_key
 
 _EXPECTED = (keys.MODULE, keys.DP_WORLD_SIZE, keys.PARAM_SHAPES, keys.GLOBAL_STEPS)

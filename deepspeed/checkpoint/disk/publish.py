@@ -1,9 +1,9 @@
 """What is left of a save once the ranks have agreed on it: write aside, agree, rename, ``latest``, retention.
 
-Nothing here reads the engine, so it may run beside training (``background.py``).
+Nothing here reads the engine, so it may run beside training (``disk/background.py``).
 
-Owns: the order of these steps. Does not own: content (``writer.py``), atomicity (``durable.py``), validity
-(``manifest.py``).
+Owns: the order of these steps. Does not own: content (``writer.py``), atomicity (``disk/durable.py``), validity
+(``disk/manifest.py``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint import agree, direct, durable, names, reader
+from deepspeed.checkpoint import agree, names, reader
+from deepspeed.checkpoint.disk import direct, durable
+from deepspeed.checkpoint.disk.manifest import Manifest, complete_tags, is_complete
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.manifest import Manifest, complete_tags, is_complete
 from deepspeed.git_version_info import version
 from deepspeed.utils.logging import logger
 from deepspeed.utils.torch_file import TorchFile, Written
 
 _SPARE_NBYTES = 1 << 20  # archive overhead, manifest and scripts beside the data
-_SCRIPTS_FOLDER = Path(__file__).resolve().parent.parent / "utils"
+_SCRIPTS_FOLDER = Path(__file__).resolve().parents[2] / "utils"
 Gather = Callable[[Any, str], list[Any]]
 
 

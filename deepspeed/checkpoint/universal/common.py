@@ -1,7 +1,7 @@
 """The two files of a universal folder that are not of one parameter: common optimizer state, and model states.
 
 Owns: their content, in the historical form and with the record. Does not own: the files of parameters
-(``universal_plan.py``), reading them back (``universal_reader.py``).
+(``universal/plan.py``), reading them back (``universal/reader.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.reader import SavedTag
-from deepspeed.checkpoint.universal_record import FLAT, UniversalRecord
+from deepspeed.checkpoint.universal.record import FLAT, UniversalRecord
 from deepspeed.git_version_info import version
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 

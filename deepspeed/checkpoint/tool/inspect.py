@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import contents, names, reader
+from deepspeed.checkpoint import names, reader
+from deepspeed.checkpoint.tool import contents
 from deepspeed.runtime.zero.state_dict import dtype_name
 
 _COUNTERS = (keys.GLOBAL_STEPS, keys.GLOBAL_SAMPLES, keys.SKIPPED_STEPS)

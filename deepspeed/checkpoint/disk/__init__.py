@@ -1,0 +1,1 @@
+"""How a tag gets to disk: aside, checked, made durable, renamed; in the background where asked."""

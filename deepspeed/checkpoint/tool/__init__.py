@@ -1,0 +1,1 @@
+"""The commands of ``python -m deepspeed.checkpoint``, one file each."""
