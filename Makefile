@@ -4,6 +4,7 @@
 #   make demo    train a small real model on this machine (2 ranks), about 3 minutes; pass options with ARGS="..."
 #   make test    the test suite;  ARGS="tests/unit -k batch" for a part, ARGS=--wide for every row of the large tables;
 #                in LANES=2 processes, each with its own pool of ranks (LANES=0: in this one, for a debugger)
+#   make clients every client flow (Trainer, Accelerate, PEFT, TRL, Lightning) with pinned clients, in .venv-clients
 #   make lint    ruff, import contracts, types
 #   make bench   the figures of docs/performance.md, measured here
 #   make docs    generate the config reference, check links and snippets
@@ -16,7 +17,7 @@ RANKS ?= 2
 LANES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs format clean
+.PHONY: help demo test clients lint bench docs format clean
 .SECONDARY:
 
 help:
@@ -35,6 +36,9 @@ demo: $(VENV)/.installed-report
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(LANES) --dist worksteal $(ARGS)
+
+clients:
+	PYTHON=$(PYTHON) LANES=$(LANES) scripts/check_clients.sh $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --no-cache .
