@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deepspeed.initialization import initialize
     from deepspeed.runtime import zero
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from deepspeed.runtime.config import MUON_OPTIMIZER, DeepSpeedConfig, DeepSpeedConfigError
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.muon.tagging import set_optimizer_flags
@@ -51,6 +51,7 @@ _NAMES = {
     "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",
     "ZeROOptimizer": "deepspeed.runtime.base_optimizer",
     "DeepSpeedDataLoader": "deepspeed.runtime.dataloader",
+    "MUON_OPTIMIZER": "deepspeed.runtime.config",
     "OnDevice": "deepspeed.utils.init_on_device",
     "log_dist": "deepspeed.utils.logging",
     "logger": "deepspeed.utils.logging",

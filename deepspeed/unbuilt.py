@@ -20,6 +20,11 @@ from deepspeed.git_version_info import version
 _PREFIX = "deepspeed."
 _PIPELINE = "pipeline parallelism"
 _INFERENCE = "the inference engine"
+_TENSOR = "tensor-parallel training"
+_EXPERTS = "mixture of experts"
+_ONEBIT = "1-bit optimizers"
+_OBJECTS = "checkpoints as objects (see deepspeed.checkpoint.ds_to_universal and python -m deepspeed.checkpoint)"
+_LINKS = "links from parameters to flat buffers (see deepspeed.utils.safe_get_full_fp32_param and its kin)"
 _INJECTION = "kernel injection and automatic tensor parallelism"
 _SEQUENCE = "sequence parallelism"
 _WRITERS = "the stand-alone file writers (checkpoints use checkpoint.writer of the config)"
@@ -40,11 +45,21 @@ UNBUILT: dict[str, str] = {
     "inference.v2.engine_v2": _INFERENCE,
     "inference.quantization": _INFERENCE,
     "model_implementations": _INFERENCE,
-    "tp_model_init": "tensor-parallel training",
-    "runtime.tensor_parallel.tp_manager": "tensor-parallel training",
+    "tp_model_init": _TENSOR,
+    "runtime.tensor_parallel.tp_manager": _TENSOR,
+    "load_ds_config": _TENSOR,
+    "merge_tp_model_init_into_config": _TENSOR,
+    "record_tp_model_init_args": _TENSOR,
+    "set_autotp_mode": _TENSOR,
     "PipelineModule": _PIPELINE,
     "PipelineEngine": _PIPELINE,
+    "DualPipeVModule": _PIPELINE,
+    "DualPipeVEngine": _PIPELINE,
     "pipe": _PIPELINE,
+    "runtime.pipe.PipelineModule": _PIPELINE,
+    "runtime.pipe.LayerSpec": _PIPELINE,
+    "runtime.pipe.TiedLayerSpec": _PIPELINE,
+    "runtime.pipe.dualpipev": _PIPELINE,
     "runtime.pipe.engine": _PIPELINE,
     "runtime.pipe.module": _PIPELINE,
     "runtime.pipe.p2p": _PIPELINE,
@@ -66,7 +81,23 @@ UNBUILT: dict[str, str] = {
     "module_inject.layers": _INJECTION,
     "module_inject.auto_tp": _INJECTION,
     "module_inject.containers": _INJECTION,
-    "moe": "mixture of experts",
+    "moe": _EXPERTS,
+    "runtime.engine.MoE": _EXPERTS,
+    "resolve_per_head_muon_after_sharding": "orthogonalization per attention head",
+    "ops.adam.ZenFlowCPUAdam": "ZenFlow",
+    "ops.adam.ZenFlowSelectiveAdamW": "ZenFlow",
+    "checkpoint.DeepSpeedCheckpoint": _OBJECTS,
+    "checkpoint.ZeROCheckpoint": _OBJECTS,
+    "checkpoint.deepspeed_checkpoint": _OBJECTS,
+    "checkpoint.zero_checkpoint": _OBJECTS,
+    "utils.link_hp_params": _LINKS,
+    "utils.lazy_init_hp_params_optimizer_state": _LINKS,
+    "utils.map_to_flat_opt_states": _LINKS,
+    "utils.mixed_precision_linkage": _LINKS,
+    "runtime.fp16.onebit": _ONEBIT,
+    "runtime.config.ONEBIT_ADAM_OPTIMIZER": _ONEBIT,
+    "runtime.config.ONEBIT_LAMB_OPTIMIZER": _ONEBIT,
+    "runtime.config.ZERO_ONE_ADAM_OPTIMIZER": _ONEBIT,
     "sequence": _SEQUENCE,
     "runtime.sequence_parallel": _SEQUENCE,
     "runtime.domino": "Domino",
@@ -91,6 +122,8 @@ UNBUILT: dict[str, str] = {
     "autotuning.autotuner": "autotuning",
     "linear.OptimizedLinear": "the LoRA and quantized linear layers",
     "linear.LoRAOptimizedLinear": "the LoRA and quantized linear layers",
+    "linear.LoRAConfig": "the LoRA and quantized linear layers",
+    "linear.QuantizationConfig": "the LoRA and quantized linear layers",
     "linear.optimized_linear": "the LoRA and quantized linear layers",
     "monitor.monitor": "the monitors",
     "profiling.flops_profiler": "the flops profiler",
@@ -101,6 +134,25 @@ UNBUILT: dict[str, str] = {
     "ops.compile": "DeepCompile",
     "io": _WRITERS,
 }
+
+# Feature -> the members of the engine that belong to it and that clients use.
+_MEMBERS = {
+    _PIPELINE: """
+        train_batch eval_batch set_batch_fn reset_activation_shape set_has_attention_mask is_first_stage is_last_stage
+        grid num_stages micro_batches is_pipe_parallel is_data_parallel _INSTRUCTION_MAP pipe_buffers pipe_recv_buf
+        first_output_send grad_layer is_pipe_partitioned is_grad_partitioned pipe_partition_input_meta_cache
+        pipe_partition_output_meta_cache pipe_partition_grad_meta_cache using_bf16_optimizer fwd_outputs _compute_loss
+        get_additional_losses mem_status""",
+    _EXPERTS: "_save_moe_checkpoint load_moe_state_dict print_forward_breakdown moe_layers gate_modules",
+    "random layerwise token dropping": "random_ltd_scheduler random_ltd_initialize",
+    "curriculum learning": """
+        curriculum_scheduler set_custom_curriculum_learning_schedule set_data_post_process_func""",
+    "DeepCompile": "get_compile_time",
+    _INFERENCE: "profile_model_time model_times",
+    "the flops profiler": "flops_profiler",
+    "the DeeperSpeed fork of gpt-neox": "timer_values stored_gradients",
+}
+UNBUILT_MEMBERS: dict[str, str] = {name: feature for feature, names in _MEMBERS.items() for name in names.split()}
 
 
 def feature_of(name: str) -> str | None:
@@ -117,6 +169,14 @@ def refusal(name: str) -> str | None:
     """What to tell somebody who asks for ``name``, or None when it belongs to no unbuilt feature."""
     feature = feature_of(name)
     return None if feature is None else f"{name} is not built yet in deepspeed {version}: it belongs to {feature}"
+
+
+def refusal_of_member(name: str) -> str | None:
+    """What to tell somebody who asks an engine for ``name``, or None when it belongs to no unbuilt feature."""
+    feature = UNBUILT_MEMBERS.get(name)
+    if feature is None:
+        return None
+    return f"DeepSpeedEngine.{name} is not built yet in deepspeed {version}: it belongs to {feature}"
 
 
 def attribute_or_submodule(package: str, name: str) -> Any:

@@ -136,6 +136,11 @@ class DeepSpeedAccelerator(abc.ABC):
     def default_generator(self, device_index: int) -> torch.Generator:
         """The device's default generator."""
 
+    @property
+    def default_generators(self) -> tuple[torch.Generator, ...]:
+        """The default generator of each device that this process sees."""
+        return tuple(self.default_generator(index) for index in range(self.device_count()))
+
     # Streams, events, graphs
 
     @property

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.unbuilt import refusal
+
 if TYPE_CHECKING:
     from deepspeed.comm.comm import (
         Handle,
@@ -82,6 +84,9 @@ if TYPE_CHECKING:
     from deepspeed.comm.pending import (
         Pending,
     )
+    from deepspeed.comm.torch import (
+        TorchBackend,
+    )
     from deepspeed.constants import (
         TORCH_DISTRIBUTED_DEFAULT_PORT,
         default_pg_timeout,
@@ -109,6 +114,7 @@ _EXPORTS: dict[str, str] = {
             get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher""",
         "deepspeed.comm.errors": "CollectiveError",
         "deepspeed.comm.pending": "Pending",
+        "deepspeed.comm.torch": "TorchBackend",
         "deepspeed.utils.comms_logging": "CommsLogger get_caller_func",
         "deepspeed.constants": "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     }.items()
@@ -121,7 +127,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_EXPORTS[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(refusal(f"{__name__}.{name}") or f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -52,6 +52,7 @@ from deepspeed.runtime.optimizer_config import (
     SchedulerConfig,
 )
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.unbuilt import attribute_or_submodule
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,8 @@ __all__ = [
     "MUSGD_OPTIMIZER",
     "TORCH_ADAM_PARAM",
 ]
+
+__path__: list[str] = []  # an unbuilt name is then a question to `deepspeed.unbuilt`, as in a package
 
 _WRITABLE = frozenset(
     {
@@ -439,4 +442,4 @@ def __getattr__(name: str) -> Any:
 
         if hasattr(config_readers, name):
             return getattr(config_readers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return attribute_or_submodule(__name__, name)

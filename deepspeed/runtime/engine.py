@@ -22,15 +22,24 @@ from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_accessors import EngineAccessors
+from deepspeed.runtime.engine_history import EngineHistory
 from deepspeed.runtime.optimizer_protocol import EngineOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy, cast_floating
 from deepspeed.runtime.scheduler_step import refuse_step_without
 from deepspeed.runtime.summary import describe
+from deepspeed.runtime.torch_autocast import autocast_if_enabled as autocast_if_enabled
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.unbuilt import attribute_or_submodule, refusal_of_member
 from deepspeed.utils.logging import log_dist
 
+__path__: list[str] = []  # `from ...engine import MoE` is then a question to `deepspeed.unbuilt`, as in a package
+
 COMPILE_PREFIX = "_orig_mod."  # what torch.compile puts into the names of the modules it wraps
+
+
+def __getattr__(name: str) -> Any:
+    return attribute_or_submodule(__name__, name)
 
 
 @dataclass
@@ -60,7 +69,7 @@ class EngineParts:
     cast_report: dict[str, list[str]] = field(default_factory=dict)
 
 
-class DeepSpeedEngine(EngineAccessors, nn.Module):
+class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
     """Wraps ``module``; unknown attributes fall through to it. Built by ``deepspeed.initialize``."""
 
     def __init__(self, parts: EngineParts) -> None:
@@ -104,11 +113,6 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._watch_outputs = self.zero_optimizer is not None and (
             self.mesh.size("zero") > 1 or self.accumulation.loss_divisor > 1 or self.zero_optimizer.needs_scaler()
         )
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer that clients see. Without one it is at stage 3 what they take the gathering hooks off by."""
-        return self.zero_optimizer if self.zero_optimizer is not None else self.parameter_offload
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +252,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         divisor = self.accumulation.loss_divisor
         if divisor > 1 and self._window_mode != "managed":
             optimizer.grad_multiplier = 1.0 / divisor
-        optimizer.step()
+        (optimizer if self._assigned is None else self.optimizer).step()
         self._window_mode, self._user_scaled = None, False
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
@@ -278,8 +282,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             param.grad = None
 
     def _need_optimizer(self, call: str) -> Any:
-        if self.zero_optimizer is None:
-            why = "the engine has been destroyed" if self._destroyed else "no optimizer was given"
+        if self.zero_optimizer is None or self._assigned == (None,):
+            given = "no optimizer was given" if self._assigned is None else "engine.optimizer has been set to None"
+            why = "the engine has been destroyed" if self._destroyed else given
             raise RuntimeError(
                 f"engine.{call}: {why}. Pass optimizer= to deepspeed.initialize or configure an `optimizer`"
             )
@@ -309,7 +314,10 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-            raise
+            unbuilt = refusal_of_member(name)
+            if unbuilt is None:
+                raise
+            raise AttributeError(unbuilt) from None
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         self.training = mode
@@ -522,5 +530,5 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             self.sharded_module.destroy()
         self.mesh.retire()
         self.sharded_module = self.parameter_offload = None
-        self.zero_optimizer = self.basic_optimizer = self.lr_scheduler = self.checkpoint = None
+        self.zero_optimizer = self.basic_optimizer = self.lr_scheduler = self.checkpoint = self._assigned = None
         self._watch_outputs = False

@@ -183,7 +183,6 @@ class RunAccessors:
     def dataloader_drop_last(self) -> bool: return self._config.dataloader_drop_last
     def steps_per_print(self) -> int | None: return self._config.steps_per_print
     def wall_clock_breakdown(self) -> bool: return self._config.wall_clock_breakdown
-    def get_wall_clock_timers(self) -> Any: return self._config.timers_config
     def memory_breakdown(self) -> bool: return self._config.memory_breakdown
     def dump_state(self) -> bool: return self._config.dump_state
     def log_level(self) -> str | None: return self._config.log_level
@@ -207,6 +206,7 @@ class RunAccessors:
     def autotuning_enabled(self) -> bool: return self._config.autotuning_config.enabled
     def data_efficiency_enabled(self) -> bool: return self._config.data_efficiency_enabled
     def data_efficiency_config(self) -> dict[str, Any]: return self._config.data_efficiency_config
+    def random_ltd_enabled(self) -> bool: return False
     def curriculum_enabled_legacy(self) -> bool: return self._config.curriculum_enabled_legacy
     def is_deepcompile_enabled(self) -> bool: return self._config.compile_config.deepcompile
     def is_deepcompile_active(self) -> bool: return False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.callbacks import Callback
+from deepspeed.utils.timer import BACKWARD_GLOBAL_TIMER, FORWARD_GLOBAL_TIMER, STEP_GLOBAL_TIMER
 
 if TYPE_CHECKING:
     import torch
@@ -53,49 +54,51 @@ class ProgressLine(Callback):
 
 
 class WallClock(Callback):
-    """Mean milliseconds of forward, backward and step between two reports; the device is synchronised at each edge."""
+    """Mean milliseconds of forward, backward and step between two reports; the device is synchronised at each edge.
+
+    The timers are ``engine.timers``, under their historical names.
+    """
 
     name = "wall_clock"
-    PHASES = ("forward", "backward", "step")
+    PHASES = (("forward", FORWARD_GLOBAL_TIMER), ("backward", BACKWARD_GLOBAL_TIMER), ("step", STEP_GLOBAL_TIMER))
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
-        self.totals = dict.fromkeys(self.PHASES, 0.0)
-        self.started: dict[str, float] = {}
-        self.last: dict[str, float] = {}  # milliseconds per optimizer step, of the last report
+        self.last: dict[str, float] = {}  # milliseconds per optimizer step, by timer, of the last report
 
-    def _begin(self, phase: str) -> None:
+    def _begin(self, engine: DeepSpeedEngine, timer: str) -> None:
         get_accelerator().synchronize()
-        self.started[phase] = time.perf_counter()
+        if engine.timers(timer).started_:  # its phase ended in an exception
+            engine.timers(timer).cancel()
+        engine.timers(timer).start()
 
-    def _end(self, phase: str) -> None:
+    def _end(self, engine: DeepSpeedEngine, timer: str) -> None:
         get_accelerator().synchronize()
-        if phase in self.started:
-            self.totals[phase] += time.perf_counter() - self.started.pop(phase)
+        if engine.timers(timer).started_:
+            engine.timers(timer).stop()
 
     def on_forward_begin(self, engine: DeepSpeedEngine) -> None:
-        self._begin("forward")
+        self._begin(engine, FORWARD_GLOBAL_TIMER)
 
     def on_forward_end(self, engine: DeepSpeedEngine) -> None:
-        self._end("forward")
+        self._end(engine, FORWARD_GLOBAL_TIMER)
 
     def on_backward_begin(self, engine: DeepSpeedEngine) -> None:
-        self._begin("backward")
+        self._begin(engine, BACKWARD_GLOBAL_TIMER)
 
     def on_backward_end(self, engine: DeepSpeedEngine, loss: torch.Tensor) -> None:
-        self._end("backward")
+        self._end(engine, BACKWARD_GLOBAL_TIMER)
 
     def on_step_begin(self, engine: DeepSpeedEngine) -> None:
-        self._begin("step")
+        self._begin(engine, STEP_GLOBAL_TIMER)
 
     def on_step_end(self, engine: DeepSpeedEngine, applied: bool) -> None:
-        self._end("step")
+        self._end(engine, STEP_GLOBAL_TIMER)
         if engine.global_steps % self.interval:
             return
-        self.last = {phase: 1e3 * seconds / self.interval for phase, seconds in self.totals.items()}
-        self.totals = dict.fromkeys(self.PHASES, 0.0)
+        self.last = {timer: engine.timers(timer).elapsed(reset=True) / self.interval for _, timer in self.PHASES}
         if dist.get_rank() == 0:
-            parts = " | ".join(f"{phase}: {ms:.2f}" for phase, ms in self.last.items())
+            parts = " | ".join(f"{phase}: {self.last[timer]:.2f}" for phase, timer in self.PHASES)
             print(f"time (ms) per step | {parts}", flush=True)
 
 

@@ -12,6 +12,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.unbuilt import refusal
+
 if TYPE_CHECKING:
     from deepspeed.accelerator.real_accelerator import get_accelerator
     from deepspeed.comm import is_initialized
@@ -135,7 +137,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("deepspeed.utils.groups"), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(refusal(f"{__name__}.{name}") or f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -152,11 +152,15 @@ class _PhaseTimer:
         """Mean milliseconds of an interval, without the fastest and slowest tenth."""
         return trim_mean(self._read(), 0.1)
 
+    def cancel(self) -> None:
+        """Forget the interval under way; those that have ended stay."""
+        self._start = None
+        self.started_ = False
+
     def reset(self) -> None:
         """Forget all intervals, one under way included."""
         self._intervals.clear()
-        self._start = None
-        self.started_ = False
+        self.cancel()
 
 
 def _memory_text() -> str:
@@ -236,6 +240,9 @@ class NoopTimer:
             """Do nothing."""
 
         def stop(self, **kwargs: Any) -> None:
+            """Do nothing."""
+
+        def cancel(self) -> None:
             """Do nothing."""
 
         def reset(self) -> None:

@@ -24,6 +24,13 @@ class OpBuilder:
         self.name = name or self.NAME
         self.error_log: str | None = None
 
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch is built for AMD GPUs."""
+        import torch
+
+        return torch.version.hip is not None
+
     def absolute_name(self) -> str:
         """The dotted name under which the op used to be installed."""
         return f"deepspeed.ops.{self.name}_op"

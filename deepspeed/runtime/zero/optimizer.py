@@ -330,6 +330,15 @@ class ZeroOptimizer(ZeROOptimizer):
             facts = boundary_facts(self.reducer, self.workspace, want_norm=want)
         return facts
 
+    def check_overflow(self, partition_gradients: bool = True, external: bool = False) -> bool:
+        """Whether the gradients of this window hold an inf or nan on any rank, before ``step`` finds it. Collective.
+
+        Sets ``overflow`` where the precision checks for it. The arguments are accepted for old callers.
+        """
+        self.reduce_now()
+        self.overflow = self.precision.check_overflow and self._facts().overflow
+        return self.overflow
+
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update from the gradients of this window. Sets ``norm``, ``overflow`` and ``clip_coefficient``.
 
