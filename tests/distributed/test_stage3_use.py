@@ -5,6 +5,7 @@ Every block is released as soon as it may be, so that each use meets sharded par
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 DIM = 12
 FORCED = {
@@ -109,6 +111,36 @@ class OwnFunction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(KeepsOnContext.apply(torch.tanh(x), self.a.weight)))
+
+
+def gathered_if_needed(weight: Tensor) -> Any:
+    """As fused losses of clients have it: the parameter is gathered unless its status says that it is here."""
+    if weight.ds_status is ZeroParamStatus.AVAILABLE:
+        return contextlib.nullcontext()
+    return deepspeed.zero.GatheredParameters([weight])
+
+
+class AsksForTheStatus(torch.autograd.Function):
+    """Saves the parameter, and asks the saved tensor for its status in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.sharded = hasattr(weight, "ds_status")
+        ctx.save_for_backward(x, weight)
+        with gathered_if_needed(weight) if ctx.sharded else contextlib.nullcontext():
+            return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        assert not hasattr(x, "ds_status")
+        with gathered_if_needed(weight) if ctx.sharded else contextlib.nullcontext():
+            return grad @ weight, grad.t() @ x
+
+
+class FusedHead(Borrow):
+    def forward(self, x: Tensor) -> Tensor:
+        return AsksForTheStatus.apply(torch.tanh(self.inner(x)) + 1.0, self.other.weight)
 
 
 class Recurrent(nn.Module):
@@ -264,6 +296,7 @@ def parts(engine: Any, x: Tensor) -> Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "borrowed parameter": (Borrow, mean_square),
     "function keeps the parameter": (OwnFunction, mean_square),
+    "function asks for the status": (FusedHead, mean_square),
     "recurrent": (Recurrent, mean_square),
     "attention": (Attention, mean_square),
     "weight norm": (normalised, mean_square),

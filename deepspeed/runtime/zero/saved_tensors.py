@@ -9,6 +9,9 @@ A user's own ``saved_tensors_hooks`` inside (``save_on_cpu``, activation checkpo
 it; they then hold values or recompute, which is right too. What autograd gives such hooks of a leaf is the parameter
 itself, which loses its values when its block is released; torch's checkpoint keeps a frozen one as it is. So hooks that
 are entered inside get an alias in its place: another parameter that holds on to the buffer.
+
+A function that saved a parameter itself finds in backward a tensor that torch has made: the values, none of the
+parameter's attributes. Such functions ask for ``ds_status`` before they gather: every tensor in a full buffer has it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from deepspeed.runtime.zero.historical_params import ZeroParamStatus
 from deepspeed.runtime.zero.param_block import ParamBlock, live_buffers
 
 
@@ -40,13 +44,27 @@ class _Note:
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _pack(tensor: torch.Tensor) -> Any:
+def _block_under(tensor: torch.Tensor) -> ParamBlock | None:
+    """The block in whose full buffer ``tensor`` lies."""
     if not live_buffers:
-        return tensor
+        return None
     try:
-        block = live_buffers.get(tensor.untyped_storage().data_ptr())
+        return live_buffers.get(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):  # sparse, functional and other tensors without a storage
-        return tensor
+        return None
+
+
+class _StatusOfValues:
+    """``ds_status`` of a tensor in a full buffer; other tensors do not have it. A parameter's own goes first."""
+
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> ZeroParamStatus:
+        if tensor is None or _block_under(tensor) is None:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute 'ds_status'")
+        return ZeroParamStatus.AVAILABLE
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    block = _block_under(tensor)
     if block is None or block.full is None or block.full.dtype is not tensor.dtype:
         return tensor
     block.absorb_if_edited(int(tensor.storage_offset()))  # edited since the gather: the note is of the new values
@@ -103,6 +121,8 @@ def _count(scopes: int) -> None:
 def keep_sharded() -> Iterator[None]:
     """The context in which graphs keep notes instead of gathered parameters."""
     _count(1)
+    if "ds_status" not in torch.Tensor.__dict__:
+        torch.Tensor.ds_status = _StatusOfValues()  # type: ignore[attr-defined]
     try:
         with saved_tensors_hooks(_pack, _unpack):
             yield
