@@ -76,13 +76,14 @@ def trainer(options: argparse.Namespace, epochs: int) -> lightning.Trainer:
     )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """What is printed, on rank 0; nothing elsewhere."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--offload", action="store_true", help="optimizer states in host memory")
     parser.add_argument("--precision", default="32-true", help='Lightning\'s name: "32-true", "bf16-mixed", "16-mixed"')
     parser.add_argument("--folder", default="lightning_out")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(32, 8), torch.randint(0, 2, (32,)))
@@ -95,11 +96,14 @@ def main() -> None:
     resumed = Classifier(options.offload)
     second = trainer(options, epochs=2)
     second.fit(resumed, DataLoader(data, batch_size=4), ckpt_path=saved)
-    if second.is_global_zero:
-        whole = convert_zero_checkpoint_to_fp32_state_dict(saved, saved + ".pt")["state_dict"]
-        result = {"losses": model.losses, "resumed": resumed.losses, "steps": second.global_step}
-        print(json.dumps({**result, "shapes": {name: list(value.shape) for name, value in whole.items()}}))
+    if not second.is_global_zero:
+        return {}
+    whole = convert_zero_checkpoint_to_fp32_state_dict(saved, saved + ".pt")["state_dict"]
+    result = {"losses": model.losses, "resumed": resumed.losses, "steps": second.global_step}
+    return {**result, "shapes": {name: list(value.shape) for name, value in whole.items()}}
 
 
 if __name__ == "__main__":
-    main()
+    found = main()
+    if found:
+        print(json.dumps(found))

@@ -14,6 +14,7 @@ import gc
 
 import accelerate
 import datasets
+import lightning.pytorch.strategies
 import peft
 import transformers
 import transformers.integrations.deepspeed
