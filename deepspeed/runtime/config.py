@@ -105,7 +105,7 @@ class DeepSpeedConfig:
     anything but its arguments.
 
     Sections are attributes (`zero_config`, `float16_config`, `optimizer`, ...), all of them also below `sections`.
-    What reading the config had to say stands in `auto_keys`, `deprecations`, `unknown_keys`, `adjustments`,
+    What reading the config had to say stands in `auto_keys`, `deprecations`, `unknown_keys`, `comments`, `adjustments`,
     `warnings` (lists of lines, also joined by `notes()`).
 
     Raises:
@@ -182,6 +182,7 @@ class DeepSpeedConfig:
         self.auto_keys: list[str] = report.auto_keys
         self.deprecations: list[str] = report.deprecations
         self.unknown_keys: list[str] = report.unknown_keys
+        self.comments: list[str] = report.comments
         self.adjustments: list[str] = report.adjustments
         self.warnings: list[str] = list(without_effect(s, report))
 
@@ -344,6 +345,8 @@ class DeepSpeedConfig:
         lines = [*self.deprecations, *self.warnings]
         if self.unknown_keys:
             lines.append(f"config keys that nothing reads: {', '.join(self.unknown_keys)}")
+        if self.comments:
+            lines.append(f"config keys taken as comments: {', '.join(self.comments)}")
         if self.auto_keys:
             lines.append(f'config keys left "auto" take their defaults: {", ".join(self.auto_keys)}')
         return lines

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
 if TYPE_CHECKING:
     from deepspeed.runtime.config_report import Report
     from deepspeed.runtime.config_schema import ConfigSections
@@ -69,6 +71,7 @@ _ONE_WAY_AT_STAGE_3 = {
     "memory_efficient_linear": "no layer keeps gathered weights for backward",
     "pipeline_loading_checkpoint": "each rank reads its own elements only",
     "log_trace_cache_warnings": "another order of modules costs a prefetch and no more",
+    "override_module_apply": "functions given to Module.apply always see whole parameters",
     "enable_sanity_checks": "collectives are always compared between ranks",
 }
 """The same of stage 3 -> why another value than the default changes nothing here."""
@@ -76,6 +79,8 @@ _ONE_WAY_AT_STAGE_3 = {
 
 def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
     """One line per setting the user gave that changes nothing, with what it would need."""
+    yield from _without_switch(s, "", report)
+    yield from _without_degree(s)
     zero = s.zero_optimization
     offloads = not _is_off(zero, "offload_optimizer", zero.offload_optimizer)
     for name, (first, last) in _ZERO_STAGES.items():
@@ -119,14 +124,16 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
         ("bf16", "bf16_optimizer_states"),
     ):
         block = getattr(s, section)
-        if getattr(block, flag) and not block.enabled:
+        if getattr(block, flag) and not block.enabled and "enabled" in block.model_fields_set:
             yield f"{section}.{flag} has no effect: it needs {section}.enabled true"
-    if s.bf16.immediate_grad_update:
+    if s.bf16.enabled and s.bf16.immediate_grad_update:
         yield "bf16.immediate_grad_update has no effect: gradients are always taken up as backward produces them"
     if s.optimizer is not None and s.optimizer.legacy_fusion:
         yield "optimizer.legacy_fusion has no effect: there is one optimizer path for fp16"
     if s.use_data_before_expert_parallelism:
         yield "use_data_before_expert_parallelism has no effect: it needs expert parallelism"
+    if s.checkpoint.parallel_write.pipeline_stage:
+        yield "checkpoint.parallel_write.pipeline_stage has no effect: it needs a PipelineModule"
     if "pipeline" in s.model_fields_set:
         yield "pipeline has no effect: it needs a PipelineModule"
     acts = s.activation_checkpointing
@@ -142,6 +149,39 @@ def without_effect(s: ConfigSections, report: Report) -> Iterator[str]:
         yield f"vocabulary_size: {s.vocabulary_size} is no multiple of 8, which tensor cores prefer"
     if zero.elastic_checkpoint and zero.stage in (1, 2):
         yield "zero_optimization.elastic_checkpoint has no effect: checkpoints record their layout instead"
+
+
+def _without_switch(section: DeepSpeedConfigModel, path: str, report: Report) -> Iterator[str]:
+    """Sections with settings whose switch ``enabled`` was not mentioned. Who writes it false wants them off."""
+    for name in sorted(section.model_fields_set):
+        block = getattr(section, name)
+        here = f"{path}.{name}" if path else name
+        if not isinstance(block, DeepSpeedConfigModel):
+            continue
+        if getattr(block, "enabled", True) or "enabled" in block.model_fields_set:
+            yield from _without_switch(block, here, report)
+        elif any(_differs(block, key) for key in block.model_fields_set):
+            written = report.written(here)
+            yield f"{written} has no effect: it needs {written}.enabled true"
+
+
+def _differs(section: DeepSpeedConfigModel, key: str) -> bool:
+    field = type(section).model_fields.get(key)
+    value = getattr(section, key)
+    if isinstance(value, DeepSpeedConfigModel):
+        return any(_differs(value, inner) for inner in value.model_fields_set)
+    return field is None or bool(value != field.get_default(call_default_factory=True))
+
+
+def _without_degree(s: ConfigSections) -> Iterator[str]:
+    """Settings of features that are switched on by another key than ``enabled``."""
+    for name, switch in (("compile", "deepcompile"), ("tensor_parallel", "autotp_size")):
+        block = getattr(s, name)
+        if block is None or getattr(block, switch):
+            continue
+        for key in sorted(block.model_fields_set - {switch}):
+            if _differs(block, key):
+                yield f"{name}.{key} has no effect: it needs {name}.{switch}"
 
 
 _FILES = "it needs device nvme"

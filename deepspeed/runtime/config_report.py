@@ -1,6 +1,6 @@
 """What reading a config has to say besides its values.
 
-Owns `Report`: problems (errors), and four lists of one-line notes that the engine prints on rank 0. Invariant: nothing
+Owns `Report`: problems (errors), and lists of one-line notes that the engine prints on rank 0. Invariant: nothing
 the user set is dropped or changed without an entry here.
 """
 
@@ -22,6 +22,8 @@ class Report:
     """One line per deprecated key, naming its replacement."""
     unknown_keys: list[str] = field(default_factory=list)
     """Keys nothing reads; kept, not used."""
+    comments: list[str] = field(default_factory=list)
+    """Keys that are remarks of the author, such as "_comment"; nobody is meant to read them."""
     adjustments: list[str] = field(default_factory=list)
     """Harmless conversions: a floored size, a null block."""
     unfilled: list[str] = field(default_factory=list)

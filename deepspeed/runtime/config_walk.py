@@ -71,7 +71,7 @@ def clean(model: type[DeepSpeedConfigModel], data: Mapping[str, Any], path: str,
         found = find_field(model, key) if isinstance(key, str) else None
         if found is None:
             _unknown(model, key, value, path, report)
-            if model.free_keys:
+            if model.free_keys and not is_comment(key):
                 out[str(key)] = value
             continue
         name, field = found
@@ -147,7 +147,9 @@ def _clean_free(value: Mapping[str, Any], here: str, report: Report) -> dict[str
     out: dict[str, Any] = {}
     for key, item in value.items():
         path = join(here, key)
-        if isinstance(item, str) and item == AUTO:
+        if is_comment(key):
+            report.comments.append(path)
+        elif isinstance(item, str) and item == AUTO:
             if path in NEEDS_A_WRAPPER:
                 report.unfilled.append(path)
             else:
@@ -183,10 +185,18 @@ def _move_deprecated(
     return data
 
 
+def is_comment(key: object) -> bool:
+    """Whether ``key`` is a remark: it begins with "_", "#" or "//", or is "comment" or "comments"."""
+    return str(key).startswith(("_", "#", "//")) or str(key) in ("comment", "comments")
+
+
 def _unknown(model: type[DeepSpeedConfigModel], key: object, value: Any, path: str, report: Report) -> None:
+    written = join(report.written(path), key)
+    if is_comment(key):
+        report.comments.append(written)
+        return
     if model.free_keys:
         return
-    written = join(report.written(path), key)
     problem = model.explain_unknown_key(str(key), value)
     if problem is not None:
         report.add(problem)

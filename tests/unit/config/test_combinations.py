@@ -233,7 +233,7 @@ def test_combinations_that_work(config: dict) -> None:
         ),
         ({"gradient_predivide_factor": 2}, "gradient_predivide_factor has no effect: it needs prescale_gradients true"),
         (
-            {"bf16": {"bf16_master_weights_and_grads": True}},
+            {"bf16": {"enabled": False, "bf16_master_weights_and_grads": True}},
             "bf16.bf16_master_weights_and_grads has no effect: it needs bf16.enabled true",
         ),
         (
@@ -257,7 +257,7 @@ def test_combinations_that_work(config: dict) -> None:
             "zero_optimization.contiguous_gradients has no effect: gradients always travel in contiguous buckets",
         ),
         (
-            {"bf16": {"immediate_grad_update": True}},
+            {"bf16": {"enabled": True, "immediate_grad_update": True}},
             "bf16.immediate_grad_update has no effect: gradients are always taken up as backward produces them",
         ),
         (
@@ -265,6 +265,29 @@ def test_combinations_that_work(config: dict) -> None:
             "use_data_before_expert_parallelism has no effect: it needs expert parallelism",
         ),
         ({"pipeline": {"partition": "uniform"}}, "pipeline has no effect: it needs a PipelineModule"),
+        ({"hybrid_engine": {"max_out_tokens": 9}}, "hybrid_engine has no effect: it needs hybrid_engine.enabled true"),
+        ({"bfloat16": {"immediate_grad_update": True}}, "bfloat16 has no effect: it needs bfloat16.enabled true"),
+        (
+            {"data_efficiency": {"data_sampling": {"enabled": True}}},
+            "data_efficiency has no effect: it needs data_efficiency.enabled true",
+        ),
+        (
+            {"tensor_parallel": {"preset_model": "llama"}},
+            "tensor_parallel.preset_model has no effect: it needs tensor_parallel.autotp_size",
+        ),
+        (
+            {"compile": {"double_buffer": False}},
+            "compile.double_buffer has no effect: it needs compile.deepcompile",
+        ),
+        (
+            {"checkpoint": {"parallel_write": {"pipeline_stage": True}}},
+            "checkpoint.parallel_write.pipeline_stage has no effect: it needs a PipelineModule",
+        ),
+        (
+            zero(stage=3, override_module_apply=False),
+            "zero_optimization.override_module_apply has no effect: functions given to Module.apply always see whole"
+            " parameters",
+        ),
         ({"vocabulary_size": 50257}, "vocabulary_size: 50257 is no multiple of 8, which tensor cores prefer"),
     ),
 )
@@ -281,6 +304,9 @@ def test_settings_without_effect_are_named(config: dict, line: str) -> None:
         zero(stage=2, stage3_max_live_parameters=1e9, memory_efficient_linear=True),
         zero(stage=2, stage3_prefetch_bucket_size="auto"),
         zero(stage=0, overlap_comm=True),
+        {"fp16": {"loss_scale": 0, "min_loss_scale": 1}},  # no more than its defaults
+        {"hybrid_engine": {"enabled": False, "max_out_tokens": 9}},  # switched off in so many words
+        {"compile": {"deepcompile": False}},
     ),
 )
 def test_settings_at_their_defaults_are_not(config: dict) -> None:

@@ -85,8 +85,6 @@ def test_far_off_keys_in_closed_sections_list_what_is_known() -> None:
 
 
 CLIENTS_OWN = [
-    "_comment",
-    "comment",
     "comms_config",
     "monitor_config",
     "cuda_visible_devices",
@@ -111,17 +109,29 @@ def test_strict_refuses_every_unknown_key(key: str) -> None:
     assert only_problem({key: 1}, strict=True).startswith(f"{key}: unknown key")
 
 
+@pytest.mark.parametrize("key", ("_comment", "__doc", "comment", "comments", "#", "// stage"))
+def test_remarks_are_no_keys_wherever_they_stand(key: str) -> None:
+    """JSON has no comments: authors write them as keys. Named in one line, and no error under strictness either."""
+    adam = {"type": "Adam", "params": {"lr": 1e-3, key: "why"}, key: 2}
+    config = parse({key: "x", "zero_optimization": {"stage": 1, key: [1]}, "optimizer": adam}, strict=True)
+    paths = [key, f"zero_optimization.{key}", f"optimizer.params.{key}", f"optimizer.{key}"]
+    assert config.comments == paths
+    assert config.unknown_keys == []
+    assert f"config keys taken as comments: {', '.join(paths)}" in config.notes()
+    assert config.optimizer_params == {"lr": 1e-3}
+
+
 def test_strict_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_CONFIG_STRICT", "1")
-    with pytest.raises(DeepSpeedConfigError, match="_comment: unknown key"):
-        DeepSpeedConfig({**BATCH, "_comment": 1})
+    with pytest.raises(DeepSpeedConfigError, match="msamp: unknown key"):
+        DeepSpeedConfig({**BATCH, "msamp": 1})
     monkeypatch.setenv("DS_CONFIG_STRICT", "0")
-    assert DeepSpeedConfig({**BATCH, "_comment": 1}).unknown_keys == ["_comment"]
+    assert DeepSpeedConfig({**BATCH, "msamp": 1}).unknown_keys == ["msamp"]
 
 
 def test_parse_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_CONFIG_STRICT", "1")
-    assert parse({"_comment": 1}).unknown_keys == ["_comment"]
+    assert parse({"msamp": 1}).unknown_keys == ["msamp"]
 
 
 def test_open_sections_keep_other_keys() -> None:
