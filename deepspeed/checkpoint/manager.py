@@ -154,6 +154,11 @@ class CheckpointManager:
                 f"saving inside a window of {accumulation.steps} micro-steps: the gradients of the first "
                 f"{accumulation.in_window} are not saved, a resumed run begins the window anew"
             )
+        elif engine.holds_gradients:  # the client counts micro-steps by itself, or has not called step() yet
+            self._say(
+                "saving between backward and the optimizer step: the gradients since the last optimizer step are not "
+                "saved. To lose none, save after engine.step() (with Accelerate: where accelerator.sync_gradients)"
+            )
         if engine.zero_optimizer is not None and zero_state.unsaved_settings(engine.zero_optimizer):
             self._say(
                 "these settings of the optimizer's parameter groups are not plain data and stay out of the checkpoint: "

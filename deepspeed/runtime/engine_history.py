@@ -55,6 +55,7 @@ class EngineHistory:
     parameter_offload: Any
     _assigned: tuple[Any] | None = None  # what clients set `optimizer` to
     _compiled = False
+    _window_mode: str | None
 
     # ---- optimizer -------------------------------------------------------------------------------------------------
 
@@ -85,6 +86,11 @@ class EngineHistory:
             )
 
     # ---- counters, places ------------------------------------------------------------------------------------------
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True from a backward until the optimizer step that uses it, or ``zero_grad()``."""
+        return self._window_mode is not None
 
     @property
     def micro_steps(self) -> int:

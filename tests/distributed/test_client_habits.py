@@ -63,6 +63,27 @@ def test_saving_after_a_window_set_by_hand(ranks: Callable[..., Any], tmp_path: 
         assert not [line for line in said if "inside a window" in line]
 
 
+def saves_inside_a_window(stage: int, folder: str) -> list[str]:
+    """What saving after the first of two micro-steps says, while the client keeps the count of them."""
+    engine = start(stage, gradient_accumulation_steps=2)
+    said: list[str] = []
+    engine.checkpoint._say = said.append
+    wrapped_backward(engine, 0, boundary=False)
+    assert engine.holds_gradients
+    engine.save_checkpoint(folder, "part")
+    engine.zero_grad()
+    engine.save_checkpoint(folder, "whole")
+    assert not engine.holds_gradients
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_saving_inside_a_window_set_by_hand(ranks: Callable[..., Any], tmp_path: Path, stage: int) -> None:
+    for said in ranks(saves_inside_a_window, stage, str(tmp_path)):
+        assert len([line for line in said if "gradients since the last optimizer step are not saved" in line]) == 1
+
+
 def evaluates_with_a_schedule_in_the_file(stage: int) -> Any:
     torch.manual_seed(3)
     config = {
