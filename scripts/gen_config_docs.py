@@ -62,8 +62,8 @@ one. It goes to `deepspeed.initialize(config=...)` or behind `--deepspeed_config
 - **Unknown keys.** Inside a section an unknown key is an error. At top level, and in sections marked *open*, a key
   that is one or two edits from a known one, or that belongs into another section, is an error; any other is kept and
   named in one line. `DS_CONFIG_STRICT=1` makes every unknown key an error.
-- **Comments.** A key that begins with `_`, `#` or `//`, or is `comment` or `comments`, is a remark of the author, in any
-  section: accepted, also under `DS_CONFIG_STRICT=1`, and named in one line. HJSON files may have real comments.
+- **Comments.** A key that begins with `_`, `#` or `//`, or is `comment` or `comments`, is a remark of the author,
+  in any section: accepted, also under `DS_CONFIG_STRICT=1`, and named in one line. HJSON files may have real comments.
 - **Numbers.** `2.0` and `5e8` are integers. Sizes may have a fraction, which is cut off. A number in quotes is an
   error, except for `zero_optimization.stage`.
 - **`"auto"`** stands for a value that a wrapper such as the Hugging Face Trainer fills in. Left in place, it means the

@@ -335,7 +335,7 @@ def another_optimizer_is_refused() -> None:
     model = nn.Linear(6, 1)
     settings = {**base("optimizer in memory", ""), "zero_force_ds_cpu_optimizer": True}
     del settings["optimizer"]
-    with apart(), pytest.raises(ZeRORuntimeException, match="zero_force_ds_cpu_optimizer: true.*RMSprop"):
+    with apart(), pytest.raises(ZeRORuntimeException, match=r"zero_force_ds_cpu_optimizer: true.*RMSprop"):
         deepspeed.initialize(model=model, config=settings, optimizer=torch.optim.RMSprop(model.parameters()))
 
 
