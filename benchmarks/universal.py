@@ -1,6 +1,7 @@
-"""``ds_to_universal`` beside the peer's: time of the whole command, bytes written, memory.
+"""``ds_to_universal`` and ``zero_to_fp32.py`` beside the peer's: time of the whole command, bytes written, memory.
 
-Each release converts a tag that it saved itself (the same model, stage 3, 2 ranks, bf16 with AdamW), alternating.
+Each release converts a tag that it saved itself (the same model, stage 3, 2 ranks, bf16 with AdamW), alternating. Times
+are also given beyond that of ``import torch``, which both pay and which is most of ours on a slow disk.
 Memory is what the process and its children allocate (anonymous pages, their sum, sampled): mapped files are not
 counted, on either side. A table on the screen; ``--write`` keeps it in ``benchmarks/results/universal.json``.
 """
@@ -66,41 +67,64 @@ def watched(command: list[str], cwd: Path) -> tuple[float, int]:
     return seconds, peak
 
 
-def convert(python: str, folder: Path) -> dict[str, float]:
-    output = folder / "universal"
-    shutil.rmtree(output, ignore_errors=True)
+Runs = dict[str, list[dict[str, float]]]  # by side
+
+
+def command_of(kind: str, python: str, folder: Path, output: Path) -> list[str]:
+    if kind == "fp32":
+        return [python, str(folder / "zero_to_fp32.py"), str(folder), str(output), "--tag", "tag"]
     flags = ["--input_folder", str(folder / "tag"), "--output_folder", str(output), "--inject_missing_state"]
-    _, idle = watched([python, "-c", "import torch"], folder)
-    seconds, peak = watched([python, "-m", "deepspeed.checkpoint.ds_to_universal", *flags], folder)
+    return [python, "-m", "deepspeed.checkpoint.ds_to_universal", *flags]
+
+
+def convert(kind: str, python: str, folder: Path) -> dict[str, float]:
+    output = folder / kind
+    shutil.rmtree(output, ignore_errors=True)
+    import_seconds, idle = watched([python, "-c", "import torch"], folder)
+    seconds, peak = watched(command_of(kind, python, folder, output), folder)
     nbytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    return {"seconds": seconds, "nbytes": nbytes, "peak_nbytes": peak - idle}
+    beyond = max(seconds - import_seconds, 1e-3)
+    return {"seconds": seconds, "beyond_import": beyond, "nbytes": nbytes, "peak_nbytes": peak - idle}
+
+
+def table(kind: str, model: dict[str, Any], results: Runs) -> None:
+    """Prints one command's comparison. ``fp32`` writes 4 bytes a parameter, the universal folder 12."""
+    state = (4 if kind == "fp32" else 12) * model["parameters"]
+    ours = results["ours"]
+    peak = max(run["peak_nbytes"] for run in ours)
+    print(f"--- {kind}")
+    for key in ("seconds", "beyond_import"):
+        best = {side: best_and_median([run[key] for run in runs]) for side, runs in results.items()}
+        print(f"{key} (median): {', '.join(f'{side} {low:.2f} ({mid:.2f})' for side, (low, mid) in best.items())}")
+        if "reference" in best:
+            print(f"reference / ours: {best['reference'][0] / best['ours'][0]:.1f}")
+    print(f"output beyond the state: {(ours[-1]['nbytes'] - state) / 1e6:.2f} MB")
+    print(f"memory beyond torch: {peak / 1e6:.1f} MB, 2 largest tensors are {8 * model['largest'] / 1e6:.1f} MB")
+    if "reference" in results:
+        theirs = results["reference"][-1]
+        print(f"reference: output {theirs['nbytes'] / state:.2f} x, memory {theirs['peak_nbytes'] / 1e6:.0f} MB")
 
 
 def main() -> None:
     interpreters = {"ours": sys.executable}
     if peer := reference_python():
         interpreters["reference"] = peer
-    results: dict[str, Any] = {name: [] for name in interpreters}
+    kinds = ("universal", "fp32")
+    results: dict[str, Runs] = {kind: {side: [] for side in interpreters} for kind in kinds}
     with tempfile.TemporaryDirectory() as name:
         model: dict[str, Any] = {}
         for side, python in interpreters.items():
             (Path(name) / side).mkdir()
             model = run_ranks(python, WORKER, 2, [str(Path(name) / side)])
-        for _ in range(ROUNDS):
-            for side, python in interpreters.items():
-                results[side].append(convert(python, Path(name) / side))
-                print(side, {key: round(value, 2) for key, value in results[side][-1].items()}, flush=True)
-    best = {side: best_and_median([run["seconds"] for run in runs]) for side, runs in results.items()}
-    state, ours = 12 * model["parameters"], results["ours"][-1]
-    peak = max(run["peak_nbytes"] for run in results["ours"])
+        for kind in kinds:
+            for _ in range(ROUNDS):
+                for side, python in interpreters.items():
+                    results[kind][side].append(convert(kind, python, Path(name) / side))
+                    shown = {key: round(value, 2) for key, value in results[kind][side][-1].items()}
+                    print(kind, side, shown, flush=True)
     print(f"{model['parameters']:,} parameters in {model['tensors']} tensors")
-    print(f"seconds (median): {', '.join(f'{side} {low:.2f} ({mid:.2f})' for side, (low, mid) in best.items())}")
-    print(f"output beyond 12 bytes a parameter: {(ours['nbytes'] - state) / 1e6:.2f} MB")
-    print(f"memory beyond torch: {peak / 1e6:.1f} MB, 2 largest tensors are {8 * model['largest'] / 1e6:.1f} MB")
-    if peer:
-        theirs = results["reference"][-1]
-        print(f"reference / ours: time {best['reference'][0] / best['ours'][0]:.1f}")
-        print(f"reference: output {theirs['nbytes'] / state:.2f} x, memory {theirs['peak_nbytes'] / 1e6:.0f} MB")
+    for kind in kinds:
+        table(kind, model, results[kind])
     if "--write" in sys.argv:
         RESULT.write_text(json.dumps({"model": model, "runs": results}, indent=1) + "\n")
 
