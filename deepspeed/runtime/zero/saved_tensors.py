@@ -57,8 +57,10 @@ def _block_under(tensor: torch.Tensor) -> ParamBlock | None:
 class _StatusOfValues:
     """``ds_status`` of a tensor in a full buffer; other tensors do not have it. A parameter's own goes first."""
 
-    def __get__(self, tensor: torch.Tensor | None, owner: type) -> ZeroParamStatus:
-        if tensor is None or _block_under(tensor) is None:
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> ZeroParamStatus | None:
+        if tensor is None:
+            return None  # torch lists the attributes of the class Tensor (torch.compile does) and reads each
+        if _block_under(tensor) is None:
             raise AttributeError(f"{owner.__name__!r} object has no attribute 'ds_status'")
         return ZeroParamStatus.AVAILABLE
 
