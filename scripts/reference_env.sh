@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# An environment of its own with the release benchmarks compare against: .venv-reference/ (or the folder given).
+# An environment of its own with the release benchmarks compare against: .venv-reference/ (or the folder given); with
+# "clients" as the second argument also transformers and accelerate, for benchmarks/hf_trainer.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${1:-.venv-reference}
 python3 -m venv "$target"
 "$target/bin/python" -m pip install -q -c constraints.txt torch numpy setuptools wheel ninja
 "$target/bin/python" -m pip install -q --no-build-isolation deepspeed==0.19.8
+if [[ ${2:-} == clients ]]; then
+    "$target/bin/python" -m pip install -q -c constraints.txt -c constraints-clients.txt transformers accelerate
+fi
 "$target/bin/python" -c "import importlib.metadata as m; print('deepspeed', m.version('deepspeed'), 'in $target')"
