@@ -28,7 +28,7 @@ def on_cpu() -> None:
 
 
 def plugin(stage: int, how: str, folder: str, fields: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """``how``: "fields" of the plugin alone; a file with "dummy" optimizer and scheduler, or for those of the "client"."""
+    """``how``: "fields" of the plugin alone; or a file, with "dummy" optimizer and scheduler or with the "client"'s."""
     from accelerate import DeepSpeedPlugin
 
     if how == "fields":
@@ -46,14 +46,14 @@ def plugin(stage: int, how: str, folder: str, fields: dict[str, Any] | None = No
     return DeepSpeedPlugin(hf_ds_config=str(path), **(fields or {}))
 
 
-def accelerator(stage: int, how: str, folder: str, dtype: str = "no", **more: Any) -> Any:
+def accelerator(stage: int, how: str, folder: str, dtype: str = "fp32", **more: Any) -> Any:
     from accelerate import Accelerator, DistributedType
 
     on_cpu()
     own = {key: more.pop(key) for key in ("dynamo_backend", "project_config") if key in more}
     made = Accelerator(
         deepspeed_plugin=plugin(stage, how, folder, **more), gradient_accumulation_steps=ACCUMULATION,
-        mixed_precision=dtype, **own,
+        mixed_precision="no" if dtype == "fp32" else dtype, **own,
     )  # fmt: skip
     assert made.num_processes == 2
     assert made.distributed_type == DistributedType.DEEPSPEED

@@ -24,7 +24,7 @@ def train_save_load(folder: str, stage: int, how: str, dtype: str, more: dict[st
     first = acc.loop(made, parts, range(half))
     made.save_state(f"{folder}/state")
     second = acc.loop(made, parts, range(half, MICRO_STEPS))
-    exact = dtype == "no"
+    exact = dtype == "fp32"
     plain = recipe.plain_run(
         acc.fresh_like(recipe.llama, start), recipe.windows(seen, ACCUMULATION), acc.rates(how), clip=CLIP,
         decay=DECAY, dtype=torch.float32 if exact else torch.bfloat16,
@@ -51,7 +51,7 @@ def train_save_load(folder: str, stage: int, how: str, dtype: str, more: dict[st
 
 def exported(made: Any, engine: Any, weights: dict[str, torch.Tensor], dtype: str, folder: str) -> None:
     """`get_state_dict`, `save_pretrained` and `save_model` give the trained weights; plain transformers loads them."""
-    stored = torch.float32 if dtype == "no" else torch.bfloat16
+    stored = torch.float32 if dtype == "fp32" else torch.bfloat16
     state = made.get_state_dict(engine)
     if made.is_main_process:
         assert {value.dtype for value in state.values()} == {stored}
@@ -80,9 +80,9 @@ def exported(made: Any, engine: Any, weights: dict[str, torch.Tensor], dtype: st
 @pytest.mark.parametrize(
     ("stage", "how", "dtype"),
     (
-        *((stage, "dummy", "no") for stage in (0, 1, 2, 3)), *((stage, "dummy", "bf16") for stage in (0, 1, 2, 3)),
-        (0, "fields", "no"), (2, "fields", "no"), (3, "fields", "no"), (3, "fields", "bf16"), (1, "client", "no"),
-        (3, "client", "no"),
+        *((stage, "dummy", "fp32") for stage in (0, 1, 2, 3)), *((stage, "dummy", "bf16") for stage in (0, 1, 2, 3)),
+        (0, "fields", "fp32"), (2, "fields", "fp32"), (3, "fields", "fp32"), (3, "fields", "bf16"), (1, "client", "fp32"),
+        (3, "client", "fp32"),
     ),
 )  # fmt: skip
 def test_train_save_load(ranks: Any, tmp_path: Path, stage: int, how: str, dtype: str) -> None:
@@ -95,7 +95,7 @@ def test_offload_by_fields(ranks: Any, tmp_path: Path, stage: int, devices: tupl
     fields = {"offload_optimizer_device": devices[0], "offload_param_device": devices[1]}
     if "nvme" in devices:
         fields |= {"offload_optimizer_nvme_path": str(tmp_path), "offload_param_nvme_path": str(tmp_path)}
-    ranks(train_save_load, str(tmp_path), stage, "fields", "no", {"fields": fields})
+    ranks(train_save_load, str(tmp_path), stage, "fields", "fp32", {"fields": fields})
 
 
 def uneven_end(folder: str, stage: int) -> None:
