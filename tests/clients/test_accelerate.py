@@ -81,8 +81,8 @@ def exported(made: Any, engine: Any, weights: dict[str, torch.Tensor], dtype: st
     ("stage", "how", "dtype"),
     (
         *((stage, "dummy", "fp32") for stage in (0, 1, 2, 3)), *((stage, "dummy", "bf16") for stage in (0, 1, 2, 3)),
-        (0, "fields", "fp32"), (2, "fields", "fp32"), (3, "fields", "fp32"), (3, "fields", "bf16"), (1, "client", "fp32"),
-        (3, "client", "fp32"),
+        (0, "fields", "fp32"), (2, "fields", "fp32"), (3, "fields", "fp32"), (3, "fields", "bf16"),
+        (1, "client", "fp32"), (3, "client", "fp32"),
     ),
 )  # fmt: skip
 def test_train_save_load(ranks: Any, tmp_path: Path, stage: int, how: str, dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""`accelerate launch` on two processes: the example by its config file, fields on the command line, a rank that fails."""
+"""`accelerate launch` on two processes: the example by its config file, fields by command line, a rank that fails."""
 
 from __future__ import annotations
 
