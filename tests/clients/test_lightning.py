@@ -53,10 +53,12 @@ def plain(ranks: Any, tmp_path: Path) -> dict[str, Any]:
     return _PLAIN
 
 
+@pytest.mark.flow(stage="1", dtype="fp32")
 def test_the_command(plain: dict[str, Any], tmp_path: Path) -> None:
     assert run_command(tmp_path, "--stage", "1") == plain
 
 
+@pytest.mark.flow(dtype="fp32")
 @pytest.mark.parametrize("options", (("--stage", "2"), ("--stage", "3"), ("--stage", "2", "--offload")), ids=" ".join)
 def test_stages_agree_save_and_resume(
     ranks: Any, options: tuple[str, ...], plain: dict[str, Any], tmp_path: Path
@@ -70,6 +72,7 @@ def test_stages_agree_save_and_resume(
     assert result["resumed"][0] != result["losses"][0]
 
 
+@pytest.mark.flow(stage="3")
 @pytest.mark.parametrize("precision", ("bf16-mixed", "16-mixed"))
 def test_half_precisions(ranks: Any, precision: str, plain: dict[str, Any], tmp_path: Path) -> None:
     result = ranks(example, str(tmp_path), "--stage", "3", "--precision", precision)[0]

@@ -46,11 +46,13 @@ def own_optimizer(folder: str, stage: int, changes: dict[str, Any]) -> None:
     recipe.assert_close(recipe.full_weights(resumed.model), unbroken, 0.0)
 
 
+@pytest.mark.flow(dtype="fp32")
 @pytest.mark.parametrize("stage", (2, 3))
 def test_optimizer_and_schedule_of_the_trainer(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(own_optimizer, str(tmp_path), stage, {})
 
 
+@pytest.mark.flow(dtype="fp32")
 @pytest.mark.parametrize("stage", (2, 3))
 def test_optimizer_of_the_trainer_with_offload(ranks: Any, tmp_path: Path, stage: int) -> None:
     offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -69,6 +71,7 @@ def offloaded(folder: str, stage: int, offload: dict[str, Any]) -> None:
     check_against_plain(trainer, start, seen, recipe.llama, "fp32")
 
 
+@pytest.mark.flow(dtype="fp32")
 @pytest.mark.parametrize(
     ("stage", "parts"), ((1, ("optimizer",)), (2, ("optimizer",)), (3, ("optimizer",)), (3, ("optimizer", "param")))
 )
@@ -135,6 +138,7 @@ def generate(trainer: Any) -> None:
         assert torch.equal(told, plain.eval().generate(prompt, max_new_tokens=5, do_sample=False)), told
 
 
+@pytest.mark.flow(stage="3", dtype="fp32")
 @pytest.mark.parametrize("kind", ("llama", "gpt2"))
 def test_models_built_under_stage_3(ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks(build_under_init, str(tmp_path), kind)
@@ -168,6 +172,7 @@ def without_gathering(folder: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.flow(stage="3", dtype="bf16")
 def test_export_without_gathering(ranks: Any, tmp_path: Path) -> None:
     ranks(without_gathering, str(tmp_path))
 
@@ -190,6 +195,7 @@ def evaluate_alone(folder: str) -> None:
     assert torch.allclose(torch.as_tensor(predicted), logits, atol=1e-4)
 
 
+@pytest.mark.flow(stage="3", dtype="fp32")
 def test_evaluating_before_training(ranks: Any, tmp_path: Path) -> None:
     ranks(evaluate_alone, str(tmp_path))
 
@@ -210,6 +216,7 @@ def train_twice(folder: str, stage: int) -> None:
         check_against_plain(kept[-1], start, seen, recipe.llama, "fp32")
 
 
+@pytest.mark.flow(dtype="fp32")
 @pytest.mark.parametrize("stage", (2, 3))
 def test_training_again(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(train_twice, str(tmp_path), stage)

@@ -102,6 +102,7 @@ def generate_between_steps(models: str, folder: str, stage: int, gather: bool) -
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.flow(dtype="fp32")
 @pytest.mark.parametrize(("stage", "gather"), ((2, True), (3, True), (3, False)))
 def test_generation_between_steps(
     ranks: Any, plain: Any, models: str, tmp_path: Path, stage: int, gather: bool
@@ -139,5 +140,6 @@ def hook_surgery(models: str, folder: str) -> None:
     recipe.assert_close(recipe.full_weights(reference.module), recipe.full_weights(other.module), 0.0)
 
 
+@pytest.mark.flow(stage="3", dtype="fp32")
 def test_hooks_are_taken_off_and_put_back(ranks: Any, models: str, tmp_path: Path) -> None:
     ranks(hook_surgery, models, str(tmp_path))
