@@ -14,6 +14,13 @@ from deepspeed.utils import host_memory
 __all__ = ["MPS_Accelerator"]
 
 
+class _OneQueue(HostStream):
+    """The only queue of the device."""
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+
 class MPS_Accelerator(DeepSpeedAccelerator):
     """See the module docstring."""
 
@@ -22,7 +29,7 @@ class MPS_Accelerator(DeepSpeedAccelerator):
         # Nothing in torch.distributed moves Metal tensors; one rank needs no transport, more go through the host.
         self._communication_backend_name = "gloo"
         self._compile_backend = "inductor"
-        self._stream = HostStream()
+        self._stream = _OneQueue()
 
     def is_available(self) -> bool:
         return torch.backends.mps.is_available()

@@ -80,9 +80,9 @@ class CheckpointManager:
         """Write everything an exact resume needs to ``save_dir/tag`` (default tag: ``global_step{N}``).
 
         When it returns, the checkpoint is complete and on disk, on every rank's account; True. With
-        ``checkpoint.writer.decoupled`` it returns after a copy (``disk/background.py``). Raises ValueError for an empty
-        folder or a tag that is refused, KeyError for a reserved key in ``client_state``, CheckpointError (the
-        same on all ranks) when writing failed anywhere; then what was there before is untouched.
+        ``checkpoint.writer.decoupled`` it returns after a copy of the weights (``disk/background.py``). Raises
+        ValueError for an empty folder or a tag that is refused, KeyError for a reserved key in ``client_state``,
+        CheckpointError (the same on all ranks) when writing failed anywhere; then what was there is untouched.
         """
         if not os.fspath(save_dir):
             raise ValueError("save_checkpoint: save_dir is empty")
@@ -103,14 +103,23 @@ class CheckpointManager:
             self.publication.carry_out(job, agree.gather)
             return True
 
+        optimizer = self.engine.zero_optimizer
+        later = optimizer.memory_of_states() if optimizer is not None else frozenset()
+
         def copy() -> None:
             room = background.room(sum(content.room_nbytes for content in files.values()))
             for content in files.values():
-                content.move_to(room)
+                content.move_to(room, later)
                 room = room[content.room_nbytes :]
 
+        def copy_states() -> None:
+            for content in files.values():
+                content.finish_moving()
+
         agree.together(job.doing, copy)
-        background.start(job.doing, lambda gather: self.publication.carry_out(job, gather))
+        if optimizer is not None:
+            optimizer.await_readers = background.wait_for_copy
+        background.start(job.doing, copy_states, lambda gather: self.publication.carry_out(job, gather))
         return True
 
     def _own_client_state(self, client_state: dict[str, Any]) -> dict[str, Any]:

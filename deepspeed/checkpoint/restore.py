@@ -192,7 +192,7 @@ class OptimizerPlan:
     @torch.no_grad()
     def apply(self, optimizer: ZeroOptimizer) -> None:
         """Copy everything into this rank's fragments. Local; ``publish`` is the caller's to do."""
-        optimizer.undo_speculation()  # or it would be undone later, over what is loaded
+        optimizer.hold_still()  # or it would be undone later, over what is loaded
         base = optimizer.optimizer
         if self.with_states:
             zero_state.forget_state(optimizer, self.fresh)

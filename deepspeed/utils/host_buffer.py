@@ -118,5 +118,5 @@ class RunCopier:
         """All copies are done."""
         self._copy()
         if self._on_device:
-            get_accelerator().synchronize()
+            get_accelerator().current_stream().synchronize()
         self._held.clear()

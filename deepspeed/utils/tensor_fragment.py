@@ -39,7 +39,7 @@ def _owner(param: nn.Parameter) -> ZeroOptimizer | None:
     reference = getattr(param, "_ds_zero_owner", None)
     owner: ZeroOptimizer | None = reference() if reference is not None else None
     if owner is not None:
-        owner.undo_speculation()
+        owner.hold_still()
     return owner
 
 

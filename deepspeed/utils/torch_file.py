@@ -20,7 +20,7 @@ import struct
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -187,6 +187,8 @@ class TorchFile:
         self._obj = obj  # keeps every tensor alive until the file is written
         self.pickled = buffer.getvalue()
         self.packs = pickler.packs
+        self._later: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # (where to, what, its version)
+        self._failure: Exception | None = None
 
     @property
     def nbytes(self) -> int:
@@ -198,25 +200,49 @@ class TorchFile:
         """Bytes :meth:`move_to` takes."""
         return sum(_rounded(pack.nbytes) for pack in self.packs)
 
-    def move_to(self, room: torch.Tensor) -> None:
+    def move_to(self, room: torch.Tensor, later: Container[int] = ()) -> None:
         """Copy every storage into ``room`` (1D uint8, host), so that the tensors may change before the file is written.
 
-        Packs of several parts become one part; ``room`` must live until then.
+        Tensors whose storage begins at an address of ``later`` are copied by :meth:`finish_moving`, before which they
+        must not change. Packs of several parts become one part; ``room`` must live until the file is written.
         """
         copier, offset = RunCopier(), 0
         for pack in self.packs:
             own = room[offset : offset + pack.nbytes].view(pack.dtype)
             start = 0
             for part in pack.parts:
-                copier.add(own[start : start + part.numel()], part)
+                target = own[start : start + part.numel()]
+                if part.untyped_storage().data_ptr() in later:
+                    self._later.append((target, part, part._version))
+                else:
+                    copier.add(target, part)
                 start += part.numel()
             pack.parts = [own]
             offset += _rounded(pack.nbytes)
         copier.finish()
         self._obj = None
 
+    def finish_moving(self) -> None:
+        """Copy what :meth:`move_to` left for later. Where that fails, or comes too late, :meth:`write` raises."""
+        copier, moved = RunCopier(), self._later
+        self._later = []
+        try:
+            for target, part, _ in moved:
+                copier.add(target, part)
+            copier.finish()
+        except Exception as error:
+            self._failure = error
+        if any(part._version != version for _, part, version in moved):
+            self._failure = RuntimeError(
+                "an optimizer state was written to in place while a copy of it was being taken; change states through "
+                "deepspeed.utils.safe_set_full_optimizer_state, which waits, or save with checkpoint.writer.decoupled "
+                "set to false"
+            )
+
     def write(self, file: BinaryIO) -> Written:
         """Write the archive to ``file`` (seekable, at its start)."""
+        if self._failure is not None:
+            raise self._failure
         archive = _Archive(file)
         archive.add("data.pkl", len(self.pickled), [self.pickled])
         archive.add("byteorder", len(sys.byteorder), [sys.byteorder.encode()])

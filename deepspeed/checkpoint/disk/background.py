@@ -1,6 +1,7 @@
 """Saving beside training: one thread per rank writes what lies in a kept host buffer.
 
-    save         copy into the buffer -> a thread writes, agrees with the other ranks' threads, renames -> done
+    save         weights are copied into the buffer -> a thread copies masters and states, which stand still until the
+                 next update -> it writes, agrees with the other ranks' threads, renames -> done
     each step    the ranks agree, without waiting, on whether all threads are done; then a failure is raised by all
 
 At most one save is under way. The ranks learn of its end at the same step: each boundary starts a small reduction on a
@@ -8,7 +9,8 @@ group of its own, and the next one reads the result.
 
 Owns: the thread, the buffer, when a failure is raised. Does not own: what is written and in which order
 (``publish.py``).
-Invariant: the outcome is raised or returned once, by all ranks at the same call.
+Invariant: the outcome is raised or returned once, by all ranks at the same call; what the thread copies changes only
+after :meth:`BackgroundSaver.wait_for_copy`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.comm.side_group import PendingMinimum, SideGroup
 from deepspeed.runtime.callbacks import Callback
 from deepspeed.utils.host_buffer import HostBuffer
@@ -51,6 +54,8 @@ class BackgroundSaver(Callback):
         self._touching: threading.Thread | None = None
         self._asked: PendingMinimum | None = None
         self._error: Exception | None = None
+        self._copied = threading.Event()
+        self._copied.set()
 
     # ---- the save --------------------------------------------------------------------------------------------------
 
@@ -63,13 +68,22 @@ class BackgroundSaver(Callback):
         self._expected_nbytes = None
         return self._buffer.room(nbytes)
 
-    def start(self, doing: str, work: Callable[[Gather], None]) -> None:
-        """Run ``work`` in the thread; it agrees with the other ranks by the ``gather`` it is given."""
+    def start(self, doing: str, copy: Callable[[], None], work: Callable[[Gather], None]) -> None:
+        """Run ``copy``, then ``work`` in the thread; it agrees with the other ranks by the ``gather`` it is given."""
         self._doing = doing
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint-writer")
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._run, args=(_beside_training(copy), work), name="checkpoint-writer")
         self._thread.start()
 
-    def _run(self, work: Callable[[Gather], None]) -> None:
+    def wait_for_copy(self) -> None:
+        """Returns when the thread no longer reads the engine's tensors."""
+        self._copied.wait()
+
+    def _run(self, copy: Callable[[], None], work: Callable[[Gather], None]) -> None:
+        try:
+            copy()
+        finally:
+            self._copied.set()
         _step_back()
         try:
             work(self._between_threads.gather)
@@ -136,6 +150,21 @@ class BackgroundSaver(Callback):
             self._between_threads.close()
             self._between_steps.close()
             self._buffer.release()
+
+
+def _beside_training(copy: Callable[[], None]) -> Callable[[], None]:
+    """``copy`` for another thread: on this thread's device, after what has been given to it, beside what follows."""
+    accelerator = get_accelerator()
+    device, before = accelerator.current_device(), accelerator.current_stream()
+    queue = accelerator.Stream()
+    queue.wait_stream(before)
+
+    def on_own_queue() -> None:
+        accelerator.set_device(device)  # threads begin on the first one
+        with accelerator.stream(queue):
+            copy()
+
+    return on_own_queue
 
 
 def _step_back() -> None:

@@ -99,6 +99,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.should_reduce: Callable[[], bool] = lambda: True
         self.at_boundary: Callable[[], bool] = lambda: False  # of the backward that begins; False: not known
         self.speculation: Speculation | None = None
+        self.await_readers: Callable[[], None] = lambda: None  # returns when no thread reads masters and states
         self.on_raw_begin: Callable[[], None] = lambda: None
         self.peak_bytes: dict[str, int] = {}
         self._windows_measured = 0
@@ -142,6 +143,7 @@ class ZeroOptimizer(ZeROOptimizer):
         exchange_for_leaves(self.optimizer, self.groups)
         own = _Owner(self)
         for group in self.groups:
+            group.before_pull = self.hold_still
             for param in group.params:
                 param._ds_zero_owner = own  # type: ignore[attr-defined]
 
@@ -183,8 +185,6 @@ class ZeroOptimizer(ZeROOptimizer):
                 self.optimizer, units, at_boundary=lambda: self.at_boundary(), unscale=self.unscale
             )
             self.reducer.on_landed = self.speculation.landed
-            for group in self.groups:
-                group.before_pull = self.undo_speculation
 
     def settle_states(self, bounds: Sequence[BoundFragment]) -> None:
         """Base-optimizer states of these fragments, just made or loaded, go where their group keeps them."""
@@ -252,8 +252,27 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def _backward_begins(self) -> bool:
         if self.speculation is not None:
+            self.await_readers()
             self.speculation.begin()
         return self.should_reduce()
+
+    def hold_still(self) -> None:
+        """Masters and states are those of the last step when this returns, and may be written to."""
+        self.await_readers()
+        self.undo_speculation()
+
+    def memory_of_states(self) -> frozenset[int]:
+        """Addresses of storages that only :meth:`step` and who calls :meth:`hold_still` before write to.
+
+        Masters apart from the weights, and states; not those in files.
+        """
+        found: set[int] = set()
+        for group in self.groups:
+            for bound in group.fragments if not group.on_disk else ():
+                held = list(self.optimizer.state.get(bound.leaf, {}).values())
+                held += [bound.leaf] if not group.aliased else []
+                found.update(value.untyped_storage().data_ptr() for value in held if _is_large(value))
+        return frozenset(found)
 
     def undo_speculation(self) -> None:
         """Masters and states are those of the last step when this returns."""
@@ -431,6 +450,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def _absorb_edits(self) -> None:
         self._refuse_if_destroyed()
+        self.await_readers()
         for group in self.groups:
             group.absorb_edits()
 
@@ -458,10 +478,12 @@ class ZeroOptimizer(ZeROOptimizer):
         non_blocking: bool = False,
     ) -> None:
         """See :func:`offload_states.offload_zero_states`."""
+        self.hold_still()
         offload_zero_states(self, include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """See :func:`offload_states.reload_zero_states`."""
+        self.hold_still()
         reload_zero_states(self, non_blocking)
 
     # ---- accounting ------------------------------------------------------------------------------------------------
@@ -517,3 +539,9 @@ class ZeroOptimizer(ZeROOptimizer):
         self.sharding = None  # the engine's, which gives the parameters back
         self.reducer = LocalGrads([])
         self.should_reduce, self.on_raw_begin = (lambda: True), (lambda: None)
+        self.await_readers = lambda: None
+
+
+def _is_large(value: Any) -> bool:
+    """A tensor with elements to share out, not a step count or the like."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.layout is torch.strided

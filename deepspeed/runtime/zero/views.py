@@ -36,7 +36,7 @@ class HistoricalViews(ZeroOptimizer):
         bucket), or lie in a file by unit: there is no one tensor to show; use
         ``deepspeed.utils.safe_get_full_fp32_param``.
         """
-        self.undo_speculation()
+        self.hold_still()
         shards = []
         for group in self.groups:
             if group.master is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.checkpoint import runs
@@ -71,6 +72,113 @@ def overwritten_body(folder: str, stage: int, precision: str) -> None:
 def test_the_moment_of_the_call_is_saved(pool: WorkerPool, tmp_path: Path, stage: int, precision: str) -> None:
     pool.run(2, overwritten_body, str(tmp_path), stage, precision)
     assert (tmp_path / "latest").read_text() == "b"
+
+
+@contextlib.contextmanager
+def copying_held_back() -> Iterator[threading.Event]:
+    """Masters and states are not copied before the event is set."""
+    from deepspeed.utils.torch_file import TorchFile
+
+    go, plain = threading.Event(), TorchFile.finish_moving
+
+    def waiting(self: Any) -> None:
+        assert go.wait(60)
+        plain(self)
+
+    TorchFile.finish_moving = waiting  # type: ignore[method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+        TorchFile.finish_moving = plain  # type: ignore[method-assign]
+
+
+CHANGES = ("step", "load", "set master", "set state", "edit", "offload_states")
+
+
+def changing_body(folder: str, stage: int, precision: str, changes: list[str]) -> None:
+    """Everything that writes to masters or states waits until they have been copied."""
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    engine = runs.start(runs.config(stage, precision, **DECOUPLED))
+    for index in range(2):
+        runs.step(engine, index, dist.get_rank())
+    param = engine.module.embed.weight
+    old = torch.zeros(getattr(param, "ds_shape", param.shape))
+    engine.save_checkpoint(folder, tag="old")
+    for change in changes:
+        if change == "load":
+            engine.load_checkpoint(folder, tag="old")
+            runs.step(engine, 7, dist.get_rank())
+        saved = runs.snapshot(engine)
+        with copying_held_back() as go:
+            assert engine.save_checkpoint(folder, tag="a")
+            saver = engine.checkpoint.background
+            assert not saver._copied.is_set()
+            timer = threading.Timer(0.05, go.set)
+            timer.start()
+            if change == "step":
+                runs.step(engine, 2, dist.get_rank())
+            elif change == "load":
+                engine.load_checkpoint(folder, tag="old")
+            elif change == "set master":
+                safe_set_full_fp32_param(param, old)
+            elif change == "set state":
+                safe_set_full_optimizer_state(param, old, "exp_avg")
+                assert float(safe_get_full_optimizer_state(param, "exp_avg").abs().max()) == 0.0
+            elif change == "edit":
+                with torch.no_grad():
+                    param.mul_(2.0)  # weights have been copied; the masters follow at the next step
+                runs.step(engine, 3, dist.get_rank())
+            else:
+                engine.offload_states()
+                engine.reload_states()
+            assert saver._copied.is_set(), change
+            timer.join()
+        saver.settle()
+        other = runs.start(runs.config(stage, precision), seed=9)
+        other.load_checkpoint(folder, tag="a")
+        runs.same(saved, runs.snapshot(other))
+        other.destroy()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), daily=lambda *row: row in ((2, "fp32"), (2, "bf16"))),
+)
+def test_what_changes_states_waits_for_their_copy(
+    pool: WorkerPool, tmp_path: Path, stage: int, precision: str
+) -> None:
+    changes = [change for change in CHANGES if stage < 3 or change not in ("set master", "edit")]
+    if precision == "fp16":
+        changes.remove("set state")  # the first steps overflow, so there is none yet
+    pool.run(2, changing_body, str(tmp_path), stage, precision, changes)
+
+
+def torn_body(folder: str) -> None:
+    from deepspeed.checkpoint import CheckpointError
+
+    engine = runs.start(runs.config(2, "bf16", **DECOUPLED))
+    runs.step(engine, 0, dist.get_rank())
+    engine.save_checkpoint(folder, tag="good")
+    engine.checkpoint.background.wait()
+    with copying_held_back() as go:
+        engine.save_checkpoint(folder, tag="bad")
+        if dist.get_rank() == 1:
+            for state in engine.optimizer.optimizer.state.values():
+                state["exp_avg"].zero_()  # past all that waits
+        go.set()
+        engine.checkpoint.background.settle()
+    with pytest.raises(CheckpointError, match=r"rank 1: \w+: an optimizer state was written to in place"):
+        engine.checkpoint.background.wait()
+    engine.save_checkpoint(folder, tag="next")
+    engine.destroy()
+
+
+def test_states_written_to_while_they_are_copied_are_not_saved(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, torn_body, str(tmp_path))
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["good", "next"]
 
 
 def failing_body(folder: str, rank: int, name: str) -> tuple[int, str]:
