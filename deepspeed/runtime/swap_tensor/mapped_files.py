@@ -28,9 +28,9 @@ class MappedFiles(HostMemory):
     kind = "disk"
 
     def __init__(self, folder: Path, *, rank: int) -> None:
-        """Raises AioError (an OSError): the folder cannot be made or written."""
+        """Raises AioError (an OSError): the folder cannot be made or written; the text names the setting."""
         super().__init__(pin=False)
-        self._folder = SwapFolder(Path(folder), rank)
+        self._folder = SwapFolder(Path(folder), rank, "zero_optimization.offload_param.nvme_path")
         self._path = self._folder.path / f"rank{rank}.parameters"
         self._end = 0
 

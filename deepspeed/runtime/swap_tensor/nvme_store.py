@@ -97,7 +97,7 @@ class NvmeStore:
         Host memory is at most ``buffer_count`` × ``buffer_nbytes`` (rounded up to pages), taken as buffers are needed.
         ``pin``: page-lock it for the accelerator.
 
-        Raises AioError: the folder cannot be made or written. ValueError: no buffers.
+        Raises AioError: the folder cannot be made or written (the text names the setting). ValueError: no buffers.
         """
         if buffer_count < 1 or buffer_nbytes < 1:
             raise ValueError(
@@ -106,7 +106,7 @@ class NvmeStore:
         if aio.use_gds:
             logger.warning("aio.use_gds has no effect: files are read into host memory (GPUDirect is not available)")
         self.buffer_nbytes = round_up(buffer_nbytes)
-        self._folder = SwapFolder(Path(folder), rank)
+        self._folder = SwapFolder(Path(folder), rank, "zero_optimization.offload_optimizer.nvme_path")
         self._file = AioFile(self._folder.path / f"rank{rank}.swap", write=True, create=True)
         self._engine = AioEngine(
             aio.block_size,

@@ -46,8 +46,8 @@ _NETWORK = (
 class SwapFolder:
     """See the module docstring."""
 
-    def __init__(self, root: Path, rank: int) -> None:
-        """Make a folder below ``root`` (made if it is missing).
+    def __init__(self, root: Path, rank: int, key: str = "nvme_path") -> None:
+        """Make a folder below ``root`` (made if it is missing); ``key`` is the setting that named it.
 
         Raises AioError: ``root`` cannot be made or written, or is a file.
         """
@@ -57,7 +57,8 @@ class SwapFolder:
         except OSError as problem:
             raise AioError(
                 problem.errno,
-                f"nvme_path {root} cannot be used: {problem.strerror}; choose a folder this user may write",
+                f"{key} {root} cannot be used: {problem.strerror}; choose a folder this user may write, such as "
+                '"/local_nvme"',
                 problem.filename or str(base),
             ) from problem
         _warn_of_network(str(base))

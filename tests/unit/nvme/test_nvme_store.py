@@ -20,6 +20,7 @@ from deepspeed.ops.aio.errors import AioError
 from deepspeed.runtime.swap_tensor import swap_folder
 from deepspeed.runtime.swap_tensor.aio_config import AioConfig
 from deepspeed.runtime.swap_tensor.disk_speed import measure_disk
+from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
 from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
 
 AIO = AioConfig(block_size=8192, queue_depth=4)
@@ -228,8 +229,10 @@ def test_a_small_disk(engine: str, make: Maker, small_disk: Path) -> None:
 def test_folders_that_cannot_be_used(make: Maker, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     for folder in (tmp_path / "file", Path("/sys/swap")):  # even the super user may not write there
-        with pytest.raises(AioError, match=f"nvme_path {folder} cannot be used: .*choose a folder"):
+        with pytest.raises(AioError, match=f"offload_optimizer.nvme_path {folder} cannot be used: .*choose a folder"):
             make(folder)
+        with pytest.raises(AioError, match=f"zero_optimization.offload_param.nvme_path {folder} cannot be used"):
+            MappedFiles(folder, rank=0)
 
 
 def test_a_missing_folder_is_made_and_left_empty(make: Maker, tmp_path: Path) -> None:
