@@ -129,8 +129,8 @@ def _look_at_optimizer(config: DeepSpeedConfig, basic: torch.optim.Optimizer) ->
     if config.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in config.sections.model_fields_set:
         raise ZeRORuntimeException(
             f"zero_force_ds_cpu_optimizer: true, and the optimizer is {name}. Pass DeepSpeedCPUAdam, DeepSpeedCPULion "
-            "or DeepSpeedCPUAdagrad (deepspeed.ops), name the optimizer in the config, or set the key to false: its own "
-            "step costs one more pass over gradients and weights"
+            "or DeepSpeedCPUAdagrad (deepspeed.ops), name the optimizer in the config, or set the key to false: "
+            "its own step costs one more pass over gradients and weights"
         )
     log_dist(
         f"{_HERE}: {name} updates host memory with its own step: an additional pass over gradients and weights, and no "
