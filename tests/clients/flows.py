@@ -64,11 +64,16 @@ class FlowList:
 
     def __init__(self) -> None:
         self.rows: dict[str, tuple[tuple[str, str, str, str], list[Any]]] = {}
+        self.unread: set[str] = set()  # modules whose flows are not known
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         flow = dict(report.user_properties).get(KEY)
         if flow:
             self.rows.setdefault(report.nodeid, (tuple(flow), []))[1].append(report)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.unread.add(report.nodeid)
 
     def results(self) -> list[tuple[str, str, str, str, str]]:
         return sorted((*flow, _result(reports)) for flow, reports in self.rows.values())
@@ -83,6 +88,8 @@ class FlowList:
         results = self.results()
         for client, flow, stage, dtype, result in results:
             terminalreporter.line(f"{_named(client):<20} {flow:<70} {stage or '-':<5} {dtype or '-':<5} {result}")
+        for name in sorted(self.unread):
+            terminalreporter.line(f"{name}: cannot be read, its flows were not run")
         bad = [row for row in results if row[-1] != "ok"]
         terminalreporter.line(f"{len(results) - len(bad)} of {len(results)} ok (client, flow, stage, dtype, result)")
 
