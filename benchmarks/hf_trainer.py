@@ -2,7 +2,7 @@
 
     make clients                                              # once: .venv-clients
     scripts/reference_env.sh .venv-reference-clients clients  # once: the peer and the same clients
-    .venv-clients/bin/python benchmarks/hf_trainer.py [--rounds 5] [--json FILE]
+    python benchmarks/hf_trainer.py [--rounds 5] [--json FILE]
 
 A small Llama in fp32 on 2 ranks, with the config file users of the Trainer start from. Every process measures its own
 bare forward and backward; interpreters alternate. Milliseconds per step beyond the bare ones are printed as wall time
@@ -12,13 +12,16 @@ and as CPU time of one rank, best and median of all steps; they include the Trai
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from peers import ROOT, alternate, best_and_median
 
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 WORKER = Path(__file__).with_name("hf_trainer_worker.py")
 PEER = ROOT / ".venv-reference-clients" / "bin" / "python"
 
@@ -39,6 +42,11 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if importlib.util.find_spec("transformers") is None:
+        if not CLIENTS.exists():
+            print("transformers is not installed here: `make clients` makes an environment that has it")
+            return
+        os.execv(CLIENTS, [str(CLIENTS), *sys.argv])
     if PEER.exists():
         os.environ.setdefault("DS_REFERENCE_PYTHON", str(PEER))
     record: dict[str, Any] = {}
