@@ -49,6 +49,8 @@ def main() -> None:
         os.execv(CLIENTS, [str(CLIENTS), *sys.argv])
     if PEER.exists():
         os.environ.setdefault("DS_REFERENCE_PYTHON", str(PEER))
+    # Two environments of the peer that share compiled ops compile them anew whenever the other one has run.
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(PEER.parents[1] / "extensions"))
     record: dict[str, Any] = {}
     for stage in options.stages:
         runs = alternate(WORKER, 2, ["--stage", str(stage), "--steps", str(options.steps)], options.rounds)
