@@ -140,6 +140,14 @@ def _zero(s: ConfigSections) -> Iterator[Problem]:
                 f'add "nvme_path": "/local_nvme" to {here}{block}',
                 keys=(f"{here}{block}.nvme_path",),
             )
+    section = zero.offload_optimizer
+    if section is not None and section.device == "nvme" and section.buffer_count == 0:
+        yield _clash(
+            f"{here}offload_optimizer.buffer_count",
+            f"{here}offload_optimizer.device",
+            found=f"0 with {here}offload_optimizer.device nvme",
+            expected="at least 1: states pass through these buffers",
+        )
 
 
 def _error_feedback(block: dict[str, Any] | None, here: str) -> Iterator[Problem]:

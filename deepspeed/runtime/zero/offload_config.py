@@ -6,9 +6,9 @@ elements. Does not own the stores (`runtime/swap_tensor/`).
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from deepspeed.runtime.config_types import Flag, Integer, Real, Size
@@ -33,7 +33,17 @@ class OffloadStateTypeEnum(str, Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+class _OffloadSection(DeepSpeedConfigModel):
+    """What both sections have in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_folder_is_none(cls, data: Any) -> Any:
+        """A generated config writes "" where it has no folder; as a path that would be the current one."""
+        return {**data, "nvme_path": None} if isinstance(data, dict) and data.get("nvme_path") == "" else data
+
+
+class DeepSpeedZeroOffloadParamConfig(_OffloadSection):
     """`offload_param`: where parameter shards live between uses."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
@@ -55,7 +65,7 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """[stage 3] Page-lock host buffers: faster copies, memory that cannot be swapped out. Example: false."""
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadOptimizerConfig(_OffloadSection):
     """`offload_optimizer`: where optimizer states live and where the step runs."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none

@@ -79,6 +79,16 @@ def zero(**section) -> dict:
             "missing",
         ),
         (zero(stage=3, offload_param={"device": "nvme"}), "zero_optimization.offload_param.nvme_path", "missing"),
+        (
+            zero(stage=3, offload_optimizer={"device": "nvme", "nvme_path": ""}),
+            "zero_optimization.offload_optimizer.nvme_path",
+            "missing",
+        ),
+        (
+            zero(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/x", "buffer_count": 0}),
+            "zero_optimization.offload_optimizer.buffer_count",
+            "0 with zero_optimization.offload_optimizer.device nvme; expected at least 1",
+        ),
         (zero(stage=1, legacy_stage1=True), "zero_optimization.legacy_stage1", "the old stage 1 was removed"),
         (
             zero(stage=3, zero_quantized_gradients=True, reduce_scatter=False),
