@@ -74,7 +74,11 @@ def cast_module(module: nn.Module, policy: PrecisionPolicy) -> dict[str, list[st
     Integer and bool tensors are never touched, nor is anything under ``policy.keep_fp32``. Parameter objects keep
     their identity, so ties and optimizers built earlier stay valid. Returns what was done, by name, for the start-up
     report: ``{"cast": [...], "kept": [...], "buffers_cast": [...]}``.
+
+    A model in fp32 whose frozen parameters alone are smaller (adapters on a base that is stored in bf16) was mixed on
+    purpose and runs as it is: its frozen parameters keep their dtype.
     """
+    mixed = policy.model == torch.float32 and _trains_in(module, torch.float32)
     done: dict[str, list[str]] = {"cast": [], "kept": [], "buffers_cast": []}
     seen: set[int] = set()
     sharded: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -85,6 +89,8 @@ def cast_module(module: nn.Module, policy: PrecisionPolicy) -> dict[str, list[st
         if matches(name, policy.keep_fp32):
             wanted = torch.float32
             done["kept"].append(name)
+        elif mixed and not param.requires_grad:
+            continue
         elif param.dtype != policy.model:
             wanted = policy.model
             done["cast"].append(name)
@@ -106,6 +112,12 @@ def cast_module(module: nn.Module, policy: PrecisionPolicy) -> dict[str, list[st
                     owner._buffers[key] = buffer.to(policy.buffer)
                     done["buffers_cast"].append(name)
     return done
+
+
+def _trains_in(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether something trains, and all of that is in ``dtype``."""
+    trained = {param.dtype for param in module.parameters() if param.requires_grad}
+    return trained == {dtype}
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
