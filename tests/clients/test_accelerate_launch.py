@@ -28,6 +28,7 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.flow(stage="3", dtype="fp32")
 def test_the_example_as_documented(tmp_path: Path) -> None:
     """`accelerate launch` with the file that `accelerate config` writes."""
     done = launch(EXAMPLE, "--config_file", "deepspeed.yaml", "train.py", "--folder", str(tmp_path))
@@ -61,6 +62,7 @@ for number in range(4):
 """
 
 
+@pytest.mark.flow(stage="2", dtype="fp32")
 def test_a_rank_that_fails_ends_the_run(tmp_path: Path) -> None:
     """Stage and clipping come from the command line. The cause is told, no rank goes on waiting."""
     (tmp_path / "train.py").write_text(FAILS)

@@ -1,4 +1,4 @@
-"""PEFT on two ranks: LoRA by `deepspeed.initialize`, Trainer and Accelerate trains as a plain loop does; adapters only."""
+"""PEFT on two ranks: LoRA by `deepspeed.initialize`, Trainer and Accelerate trains as a plain loop does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.clients import accelerated as acc
 from tests.clients import recipe
+from tests.clients.test_examples import example
 from tests.clients.test_trainer import arguments, check_against_plain, logged
 
 RATE, STEPS, ACCUMULATION, CLIP = 1e-2, 4, 2, 0.5
@@ -271,3 +272,12 @@ def accelerate(folder: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", (0, 2, 3))
 def test_lora_by_accelerate(ranks: Any, tmp_path: Path, stage: int) -> None:
     ranks(accelerate, str(tmp_path), stage)
+
+
+@pytest.mark.flow(stage="3", dtype="fp32")
+def test_the_example(ranks: Any, tmp_path: Path) -> None:
+    found = ranks(example, "lora", str(tmp_path))[0]
+    assert 5.0 < found["before"] < 6.5  # ln 256 is 5.5
+    assert found["after"] < 4.0
+    assert len(found["saved"]) == 2 * 2 * 7 + 1  # A and B of 7 matrices in 2 layers, and the head
+    assert all("lora_" in name or "lm_head" in name for name in found["saved"])
