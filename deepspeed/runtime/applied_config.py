@@ -30,12 +30,19 @@ def apply_config(config: DeepSpeedConfig, mesh: ParallelMesh, mpu: Any) -> None:
     if config.log_level:
         set_log_level_from_string(config.log_level)
     given = config.sections.model_fields_set
+    lines = [*config.notes(), *_without_effect_here(config, mesh)]
     if "activation_checkpointing" in given and not checkpointing.is_configured():
         checkpointing.configure(mpu, deepspeed_config=config)
+    elif "activation_checkpointing" in given:
+        lines += [
+            f"activation_checkpointing.{key} has no effect: this process is configured otherwise already, by "
+            "deepspeed.checkpointing.configure or an earlier engine"
+            for key in checkpointing.differs_from(config)
+        ]
     if "comms_logger" in given:
         configure_comm_log(config)
     if dist.get_rank() == 0:
-        for line in [*config.notes(), *_without_effect_here(config, mesh)]:
+        for line in lines:
             logger.warning(line)
         for line in config.adjustments:
             logger.debug(line)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed import checkpointing
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils.logging import logger
@@ -341,3 +342,26 @@ def another_optimizer_is_refused() -> None:
 
 def test_a_forced_host_optimizer(ranks: Callable[..., list[Any]]) -> None:
     ranks(another_optimizer_is_refused)
+
+
+def a_second_block_is_not_dropped_in_silence(folder: str) -> None:
+    """Recomputation is set up once per process: what a later config asks for differently is named."""
+    checkpointing.configure(None, num_checkpoints=3)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        block = {"number_checkpoints": 2, "profile": False}
+        settings = {**base("plain", folder), "activation_checkpointing": block}
+        deepspeed.initialize(model=nn.Linear(6, 1), config=settings)[0].destroy()
+    finally:
+        logger.removeHandler(handler)
+        checkpointing.configure(None)
+    told = [line for line in lines if "configured otherwise already" in line]
+    assert len(told) == (torch.distributed.get_rank() == 0)
+    assert all("activation_checkpointing.number_checkpoints has no effect" in line for line in told)
+
+
+def test_recomputation_that_is_set_up_already(ranks: Callable[..., list[Any]], tmp_path: Any) -> None:
+    ranks(a_second_block_is_not_dropped_in_silence, str(tmp_path))

@@ -136,6 +136,12 @@ def is_configured() -> bool:
     return _settings.configured
 
 
+def differs_from(deepspeed_config: Any) -> list[str]:
+    """Keys of ``activation_checkpointing`` in a config (any form) whose values are not those in force."""
+    wanted = options_of(deepspeed_config)
+    return [name for name, value in vars(wanted).items() if value != getattr(_settings.options, name)]
+
+
 def reset() -> None:
     """End a forward's block of contiguous activations, for a forward that had no backward; otherwise not needed."""
     if _settings.keeper.arena is not None:
