@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     # After the arguments: they tell transformers that the config says stage 3, so the base is sharded while it is read.
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16 if options.bf16 else torch.float32)
     lora = LoraConfig(
-        r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        r=8, lora_alpha=16, target_modules="all-linear",
         modules_to_save=["lm_head"] if options.base is None else None,  # random weights have no head worth keeping
         task_type="CAUSAL_LM",
     )  # fmt: skip
