@@ -233,10 +233,13 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
         self.accumulation.force(bool(is_boundary))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At a boundary: optimizer step, then scheduler step. Elsewhere only the micro-step counter moves."""
+        """At a boundary: optimizer step, then scheduler step. Elsewhere only the micro-step counter moves.
+
+        Raises RuntimeError at a boundary inside :meth:`no_sync`: its gradients have not been reduced.
+        """
         optimizer = self._need_optimizer("step")
-        if self.accumulation.in_no_sync:
-            raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
+        if self.accumulation.in_no_sync and self.accumulation.is_boundary():
+            raise RuntimeError("engine.step() inside engine.no_sync() at a boundary: leave the context first")
         self._step_applied = False
         if self.accumulation.is_boundary():
             if self.callbacks:

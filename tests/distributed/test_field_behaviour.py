@@ -168,6 +168,25 @@ def accumulation_by_no_sync(stage: int) -> None:
     engine.destroy()
 
 
+def steps_inside_no_sync(stage: int) -> None:
+    """Wrappers that hold gradients back and call step() every time: it counts, and is refused where it would update."""
+    engine = start(settings(stage, gradient_accumulation_steps=2))
+    for number in range(2):
+        with engine.no_sync() if number < 1 else contextlib.nullcontext():
+            engine.backward(loss_of(engine, number, dist.get_rank()))
+            engine.step()
+    same_weights(engine.module, plain([range(2)]))
+    assert engine.global_steps == 1
+    engine.backward(loss_of(engine, 0, dist.get_rank()))
+    engine.step()
+    with engine.no_sync():
+        engine.backward(loss_of(engine, 1, dist.get_rank()))
+        with pytest.raises(RuntimeError, match="at a boundary"):
+            engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
 def _forward_and_backward(engine: Any, own_backward: bool) -> None:
     loss = loss_of(engine, 9, dist.get_rank())
     loss.backward() if own_backward else engine.backward(loss)
@@ -220,6 +239,7 @@ BEHAVIOURS = (
     short_window_by_hand,
     step_without_backward,
     accumulation_by_no_sync,
+    steps_inside_no_sync,
     goes_on_after_an_exception,
     copies_of_the_module_are_plain,
 )
