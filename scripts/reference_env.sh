@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 target=${1:-.venv-reference}
 python3 -m venv "$target"
 "$target/bin/python" -m pip install -q -c constraints.txt torch numpy setuptools wheel ninja
-"$target/bin/python" -m pip install -q --no-build-isolation deepspeed==0.19.8
+"$target/bin/python" -m pip install -q --no-build-isolation deepspeed==0.19.8 huggingface_hub
 if [[ ${2:-} == clients ]]; then
     "$target/bin/python" -m pip install -q -c constraints.txt -c constraints-clients.txt transformers accelerate
 fi
