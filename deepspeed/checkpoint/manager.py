@@ -24,7 +24,7 @@ from deepspeed.checkpoint import agree, engine_state, export, names, reader, res
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.disk import durable
 from deepspeed.checkpoint.disk.background import BackgroundSaver
-from deepspeed.checkpoint.disk.publish import Publication, SaveJob, SaveRequest
+from deepspeed.checkpoint.disk.publish import Gather, Publication, SaveJob, SaveRequest
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.universal.reader import open_tag
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
@@ -116,10 +116,16 @@ class CheckpointManager:
             for content in files.values():
                 content.finish_moving()
 
+        def write(gather: Gather, failure: Exception | None) -> None:
+            if failure is not None:
+                for content in files.values():
+                    content.give_up(failure)
+            self.publication.carry_out(job, gather)
+
         agree.together(job.doing, copy)
         if optimizer is not None:
             optimizer.await_readers = background.wait_for_copy
-        background.start(job.doing, copy_states, lambda gather: self.publication.carry_out(job, gather))
+        background.start(job.doing, copy_states, write)
         return True
 
     def _own_client_state(self, client_state: dict[str, Any]) -> dict[str, Any]:

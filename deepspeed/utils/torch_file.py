@@ -223,21 +223,22 @@ class TorchFile:
         self._obj = None
 
     def finish_moving(self) -> None:
-        """Copy what :meth:`move_to` left for later. Where that fails, or comes too late, :meth:`write` raises."""
+        """Copy what :meth:`move_to` left for later. Raises RuntimeError where it was written to in the meantime."""
         copier, moved = RunCopier(), self._later
         self._later = []
-        try:
-            for target, part, _ in moved:
-                copier.add(target, part)
-            copier.finish()
-        except Exception as error:
-            self._failure = error
+        for target, part, _ in moved:
+            copier.add(target, part)
+        copier.finish()
         if any(part._version != version for _, part, version in moved):
-            self._failure = RuntimeError(
+            raise RuntimeError(
                 "an optimizer state was written to in place while a copy of it was being taken; change states through "
                 "deepspeed.utils.safe_set_full_optimizer_state, which waits, or save with checkpoint.writer.decoupled "
                 "set to false"
             )
+
+    def give_up(self, error: Exception) -> None:
+        """:meth:`write` raises ``error``: what it would write is not whole."""
+        self._failure = error
 
     def write(self, file: BinaryIO) -> Written:
         """Write the archive to ``file`` (seekable, at its start)."""

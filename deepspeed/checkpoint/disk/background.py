@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
+from deepspeed.checkpoint.disk.publish import Gather
 from deepspeed.comm.side_group import PendingMinimum, SideGroup
 from deepspeed.runtime.callbacks import Callback
 from deepspeed.utils.host_buffer import HostBuffer
@@ -35,7 +36,6 @@ from deepspeed.utils.logging import logger
 # Ranks may finish writing this far apart.
 _SLOWEST_RANK = timedelta(hours=1)
 _NICENESS = 19
-Gather = Callable[[Any, str], list[Any]]
 
 
 class BackgroundSaver(Callback):
@@ -68,8 +68,11 @@ class BackgroundSaver(Callback):
         self._expected_nbytes = None
         return self._buffer.room(nbytes)
 
-    def start(self, doing: str, copy: Callable[[], None], work: Callable[[Gather], None]) -> None:
-        """Run ``copy``, then ``work`` in the thread; it agrees with the other ranks by the ``gather`` it is given."""
+    def start(self, doing: str, copy: Callable[[], None], work: Callable[[Gather, Exception | None], None]) -> None:
+        """Run ``copy``, then ``work`` in the thread.
+
+        ``work`` agrees with the other ranks by the ``gather`` it is given, also on why ``copy`` failed, if it did.
+        """
         self._doing = doing
         self._copied.clear()
         self._thread = threading.Thread(target=self._run, args=(_beside_training(copy), work), name="checkpoint-writer")
@@ -79,14 +82,16 @@ class BackgroundSaver(Callback):
         """Returns when the thread no longer reads the engine's tensors."""
         self._copied.wait()
 
-    def _run(self, copy: Callable[[], None], work: Callable[[Gather], None]) -> None:
+    def _run(self, copy: Callable[[], None], work: Callable[[Gather, Exception | None], None]) -> None:
+        failure: Exception | None = None
         try:
             copy()
-        finally:
-            self._copied.set()
+        except Exception as error:  # of the device, say; the other ranks wait to hear of it
+            failure = error
+        self._copied.set()
         _step_back()
         try:
-            work(self._between_threads.gather)
+            work(self._between_threads.gather, failure)
         except Exception as error:  # whatever it was: training hears of it, at a step
             self._error = error
             logger.error(f"{self._doing}, in the background, failed: {error}")

@@ -25,7 +25,7 @@ from deepspeed.utils.logging import logger
 from deepspeed.utils.torch_file import TorchFile, Written
 
 _SPARE_NBYTES = 1 << 20  # archive overhead, manifest and scripts beside the data
-_SCRIPTS_FOLDER = Path(__file__).resolve().parents[2] / "utils"
+SCRIPTS_FOLDER = Path(__file__).resolve().parents[2] / "utils"  # of what is copied beside checkpoints
 Gather = Callable[[Any, str], list[Any]]
 
 
@@ -131,7 +131,7 @@ class Publication:
     @staticmethod
     def _copy_scripts(folder: Path) -> None:
         for name in names.RECOVERY_SCRIPTS:
-            text = (_SCRIPTS_FOLDER / name).read_text()
+            text = (SCRIPTS_FOLDER / name).read_text()
             target = folder / name
             if not target.exists() or target.read_text(errors="replace") != text:
                 durable.write_text(target, text)

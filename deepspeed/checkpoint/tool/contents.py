@@ -7,6 +7,7 @@ Owns: the walk. Does not own: finding elements (``index.py``), opening files (``
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,13 @@ from deepspeed.checkpoint.weights import ShardedWeight
 from deepspeed.runtime.zero.state_dict import FLAT, SCALAR
 
 PARAMETER, FROZEN, BUFFER, TIED = "parameter", "frozen", "buffer", "tied"
+
+
+def add_tag_arguments(parser: argparse.ArgumentParser) -> None:
+    """What all commands take: DIR, ``--tag`` and ``--json``."""
+    parser.add_argument("dir", type=Path, help="checkpoint folder or tag folder")
+    parser.add_argument("--tag", help="tag in DIR (default: the one `latest` names)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,20 +19,17 @@ from typing import Any
 from deepspeed.checkpoint import names, reader
 from deepspeed.checkpoint.disk import durable
 from deepspeed.checkpoint.disk.manifest import is_complete
+from deepspeed.checkpoint.disk.publish import SCRIPTS_FOLDER
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reference.writer import ReferenceWriter
 from deepspeed.checkpoint.tool import contents
 from deepspeed.utils.torch_file import TorchFile
 
-_SCRIPTS_FOLDER = Path(__file__).resolve().parents[2] / "utils"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=("deepspeed",), required=True, help="deepspeed: the order its engines expect")
-    parser.add_argument("dir", type=Path, help="checkpoint folder or tag folder")
+    contents.add_tag_arguments(parser)
     parser.add_argument("out", type=Path, help="checkpoint folder to write the tag into")
-    parser.add_argument("--tag", help="tag in DIR (default: the one `latest` names)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,7 +69,7 @@ def convert(saved: reader.SavedTag, out: Path) -> dict[str, Any]:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     for script in names.RECOVERY_SCRIPTS if saved.shards else ():
-        durable.write_text(out / script, (_SCRIPTS_FOLDER / script).read_text())
+        durable.write_text(out / script, (SCRIPTS_FOLDER / script).read_text())
     durable.write_text(out / names.LATEST, tag)
     durable.clear_leftovers(final.parent, is_complete)
     notes = ["random states and the data position have no place in DeepSpeed's files and are left out", *writer.notes]

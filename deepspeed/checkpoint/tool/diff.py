@@ -28,13 +28,11 @@ _PLAIN_KEYS = (keys.GLOBAL_STEPS, keys.GLOBAL_SAMPLES, keys.SKIPPED_STEPS, keys.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", type=Path, help="checkpoint folder or tag folder")
+    contents.add_tag_arguments(parser)
     parser.add_argument("other", type=Path, help="the one to compare it with")
-    parser.add_argument("--tag", help="tag in DIR (default: the one `latest` names)")
     parser.add_argument("--other-tag", help="tag in OTHER (default: the one `latest` names)")
     parser.add_argument("--name", default="", help="only tensors whose name holds this text")
     parser.add_argument("--tolerance", type=float, default=0.0, help="largest difference that counts as none")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:

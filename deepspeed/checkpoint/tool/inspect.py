@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint import constants as keys
@@ -17,11 +16,9 @@ _COUNTERS = (keys.GLOBAL_STEPS, keys.GLOBAL_SAMPLES, keys.SKIPPED_STEPS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", type=Path, help="checkpoint folder or tag folder")
-    parser.add_argument("--tag", help="tag in the checkpoint folder (default: the one `latest` names)")
+    contents.add_tag_arguments(parser)
     parser.add_argument("--name", default="", help="only tensors whose name holds this text")
     parser.add_argument("--fragments", action="store_true", help="one line per piece: file, key, offset, elements")
-    parser.add_argument("--json", action="store_true", help="print one JSON object (with every piece)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -42,10 +42,8 @@ class Verdict:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", type=Path, help="checkpoint folder or tag folder")
-    parser.add_argument("--tag", help="tag in the checkpoint folder (default: the one `latest` names)")
+    contents.add_tag_arguments(parser)
     parser.add_argument("--all", action="store_true", help="every tag of the checkpoint folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.apart import in_transform
 from deepspeed.runtime.zero.fetch_trace import NEVER, FetchTrace
 from deepspeed.runtime.zero.layout import Segment
 from deepspeed.runtime.zero.param_block import ParamBlock
-from deepspeed.runtime.zero.saved_tensors import keep_sharded
+from deepspeed.runtime.zero.saved_tensors import give_values_a_status, keep_sharded
 from deepspeed.runtime.zero.sharded_parameter import copy_refusal
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class ParamGatherer:
     """Fetches and releases the blocks added to it."""
 
     def __init__(self, options: GatherOptions | None = None) -> None:
+        give_values_a_status()
         self.options = options or GatherOptions()
         self.blocks: list[ParamBlock] = []
         self.sizes: list[int] = []

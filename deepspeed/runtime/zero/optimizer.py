@@ -445,7 +445,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def absorb_edits(self) -> None:
         """Masters follow weights written in place; called before anything reads or updates masters."""
-        self.undo_speculation()
+        self.hold_still()
         self._absorb_edits()
 
     def _absorb_edits(self) -> None:

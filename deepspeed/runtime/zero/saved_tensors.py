@@ -65,6 +65,12 @@ class _StatusOfValues:
         return ZeroParamStatus.AVAILABLE
 
 
+def give_values_a_status() -> None:
+    """From now on tensors in full buffers have ``ds_status``. For when parameters are sharded; again is no harm."""
+    if "ds_status" not in torch.Tensor.__dict__:
+        torch.Tensor.ds_status = _StatusOfValues()  # type: ignore[attr-defined]
+
+
 def _pack(tensor: torch.Tensor) -> Any:
     block = _block_under(tensor)
     if block is None or block.full is None or block.full.dtype is not tensor.dtype:
@@ -123,8 +129,6 @@ def _count(scopes: int) -> None:
 def keep_sharded() -> Iterator[None]:
     """The context in which graphs keep notes instead of gathered parameters."""
     _count(1)
-    if "ds_status" not in torch.Tensor.__dict__:
-        torch.Tensor.ds_status = _StatusOfValues()  # type: ignore[attr-defined]
     try:
         with saved_tensors_hooks(_pack, _unpack):
             yield

@@ -176,6 +176,34 @@ def torn_body(folder: str) -> None:
     engine.destroy()
 
 
+def uncopied_body(folder: str) -> None:
+    """The device of one rank fails under the copy: nobody waits for its thread, and all hear why."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.checkpoint import CheckpointError
+
+    engine = runs.start(runs.config(2, "bf16", **DECOUPLED))
+    runs.step(engine, 0, dist.get_rank())
+    saver, accelerator = engine.checkpoint.background, get_accelerator()
+
+    def lost(index: int) -> None:
+        raise RuntimeError("the device is lost")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(accelerator, "set_device", lost)
+        engine.save_checkpoint(folder, tag="bad")
+        saver.settle()
+    with pytest.raises(CheckpointError, match=r"rank 1: \w+: the device is lost"):
+        saver.wait()
+    runs.step(engine, 1, dist.get_rank())
+    engine.destroy()
+
+
+def test_a_copy_that_fails_is_heard_of_by_all(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, uncopied_body, str(tmp_path))
+    assert not [entry.name for entry in tmp_path.iterdir() if entry.is_dir()]
+
+
 def test_states_written_to_while_they_are_copied_are_not_saved(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, torn_body, str(tmp_path))
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["good", "next"]
