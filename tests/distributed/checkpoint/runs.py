@@ -1,18 +1,25 @@
 """Engines, steps and snapshots for the checkpoint tests.
 
 Owns: a model with everything that gets lost in checkpoints (tied, frozen, unused, zero-size and 0-dim parameters, odd
-sizes, buffers of several dtypes, dropout), and the whole state of an engine as comparable data.
+sizes, buffers of several dtypes, dropout), the whole state of an engine as comparable data, what is logged and raised.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.errors import CheckpointError
 from tests.harness.offload import apart, offloads
 from tests.harness.parity import record_step
 
@@ -53,6 +60,18 @@ class Everything(nn.Module):
         x = torch.tanh(self.frozen(self.embed(tokens)))
         x = self.drop(torch.tanh(self.mix(x))) * self.gain
         return self.head(torch.tanh(self.back(x)))
+
+
+class MostlyFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(*[nn.Linear(100, 100) for _ in range(10)])
+        self.base.requires_grad_(False)
+        self.head = nn.Linear(100, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, 100)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(self.embed(tokens)))
 
 
 def build(seed: int = 0, model: type[nn.Module] = Everything) -> nn.Module:
@@ -168,3 +187,44 @@ def differences(left: Any, right: Any, where: str = "") -> list[str]:
 def same(left: Any, right: Any) -> None:
     found = differences(left, right)
     assert not found, "\n".join(found[:12])
+
+
+# ---- what is said and raised -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lines() -> Iterator[list[str]]:
+    """What the package logs in the block."""
+    from deepspeed.utils.logging import logger
+
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Keep()
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def train(engine: Any, first: int, last: int) -> None:
+    for index in range(first, last):
+        step(engine, index, dist.get_rank())
+
+
+def raises(action: Any, *parts: str) -> str:
+    """``action`` raises CheckpointError; its text holds ``parts``."""
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    text = str(caught.value)
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{missing} not in: {text}"
+    return text
+
+
+def size_of(folder: Path) -> int:
+    return sum(entry.stat().st_size for entry in folder.iterdir())

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from tests.distributed.checkpoint import runs, test_rules
-from tests.distributed.checkpoint.test_rules import lines, raises, train
+from tests.distributed.checkpoint import runs, test_load_options, test_rules, test_save_and_load
+from tests.distributed.checkpoint.runs import lines, raises, train
 from tests.distributed.checkpoint.test_stage3_resume import FORCED
 from tests.harness.pool import WorkerPool
 
@@ -24,26 +24,26 @@ def test_tags_name_what_is_loaded(pool: WorkerPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 def test_options_of_load(pool: WorkerPool, tmp_path: Path, precision: str) -> None:
-    pool.run(2, test_rules.options_body, str(tmp_path), 3, precision)
+    pool.run(2, test_load_options.options_body, str(tmp_path), 3, precision)
 
 
 def test_later_frozen_and_unfrozen_parameters(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(2, test_rules.unfrozen_body, str(tmp_path), 3)
+    pool.run(2, test_load_options.unfrozen_body, str(tmp_path), 3)
 
 
 def test_frozen_parameters_can_be_left_out(pool: WorkerPool, tmp_path: Path) -> None:
-    trained = pool.run(2, test_rules.frozen_body, str(tmp_path), 3)[0]
-    assert test_rules.size_of(tmp_path / "global_step2") <= trained * 12 + 65536
+    trained = pool.run(2, test_load_options.frozen_body, str(tmp_path), 3)[0]
+    assert runs.size_of(tmp_path / "global_step2") <= trained * 12 + 65536
 
 
 @pytest.mark.parametrize("steps", (0, 2))
 def test_any_order_of_save_and_load(pool: WorkerPool, tmp_path: Path, steps: int) -> None:
-    pool.run(2, test_rules.order_body, str(tmp_path), 3, steps)
-    assert test_rules.tensors_of(tmp_path / "a") == test_rules.tensors_of(tmp_path / "b")
+    pool.run(2, test_save_and_load.order_body, str(tmp_path), 3, steps)
+    assert test_save_and_load.tensors_of(tmp_path / "a") == test_save_and_load.tensors_of(tmp_path / "b")
 
 
 def test_names_do_not_know_of_compile(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(2, test_rules.compile_body, str(tmp_path), 3)
+    pool.run(2, test_save_and_load.compile_body, str(tmp_path), 3)
 
 
 def compiled_body(folder: str) -> None:
@@ -63,7 +63,7 @@ def train_compiled(folder: str) -> None:
         for used in (engine, compiled):
             torch.manual_seed(dist.get_rank())
             train(used, 0, 2)
-        runs.same(test_rules.clean(engine), test_rules.clean(compiled))
+        runs.same(test_save_and_load.clean(engine), test_save_and_load.clean(compiled))
         compiled.save_checkpoint(folder)
         other = runs.start(settings, seed=9)
         other.compile(backend="eager")
@@ -71,7 +71,7 @@ def train_compiled(folder: str) -> None:
         for used in (engine, other):
             torch.manual_seed(dist.get_rank())
             train(used, 2, 4)
-        runs.same(test_rules.clean(engine), test_rules.clean(other))
+        runs.same(test_save_and_load.clean(engine), test_save_and_load.clean(other))
         for used in (engine, compiled, other):
             used.destroy()
     finally:
@@ -86,11 +86,11 @@ def test_compiled_modules(pool: WorkerPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 def test_size_on_disk_is_the_state(pool: WorkerPool, tmp_path: Path, precision: str) -> None:
     trained_and_frozen = pool.run(2, size_body, str(tmp_path), precision)[0]
-    assert trained_and_frozen <= test_rules.size_of(tmp_path / "global_step2") <= trained_and_frozen + 65536
+    assert trained_and_frozen <= runs.size_of(tmp_path / "global_step2") <= trained_and_frozen + 65536
 
 
 def size_body(folder: str, precision: str) -> int:
-    engine = runs.start(runs.config(3, precision), module=runs.build(0, test_rules.MostlyFrozen))
+    engine = runs.start(runs.config(3, precision), module=runs.build(0, runs.MostlyFrozen))
     train(engine, 0, 2)
     engine.save_checkpoint(folder)
     params = list(engine.module.parameters())
