@@ -187,6 +187,20 @@ def steps_inside_no_sync(stage: int) -> None:
     engine.destroy()
 
 
+def step_skipped_by_request(stage: int) -> None:
+    """Two models trained together skip together: who did not overflow is told to."""
+    engine = start(settings(stage))
+    micro_step(engine, 0)
+    engine.backward(loss_of(engine, 1, dist.get_rank()))
+    engine.optimizer.skip_step = True
+    engine.step()
+    assert (engine.global_steps, engine.skipped_steps, engine.optimizer.skip_step) == (2, 1, False)
+    same_weights(engine.module, plain([(0,)]))
+    micro_step(engine, 2)
+    same_weights(engine.module, plain([(0,), (2,)]))
+    engine.destroy()
+
+
 def _forward_and_backward(engine: Any, own_backward: bool) -> None:
     loss = loss_of(engine, 9, dist.get_rank())
     loss.backward() if own_backward else engine.backward(loss)
@@ -240,6 +254,7 @@ BEHAVIOURS = (
     step_without_backward,
     accumulation_by_no_sync,
     steps_inside_no_sync,
+    step_skipped_by_request,
     goes_on_after_an_exception,
     copies_of_the_module_are_plain,
 )

@@ -93,6 +93,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.disk_states: DiskStates | None = None
         self.away = StatesAway()
         self.overflow = False
+        self.skip_step = False  # set by clients, on all ranks: the next boundary updates nothing, as on overflow
         self.norm: float | None = None  # of the last boundary: unscaled, global, before clipping
         self.clip_coefficient = 1.0
         self.grad_multiplier = 1.0  # the engine's correction for plain loss.backward() under accumulation
@@ -362,8 +363,9 @@ class ZeroOptimizer(ZeROOptimizer):
         """Update from the gradients of this window. Sets ``norm``, ``overflow`` and ``clip_coefficient``.
 
         On overflow (inf or nan anywhere, when the precision checks for it) nothing is updated and the loss scale is
-        lowered. Raises :class:`UnusedParameters` on all ranks where the options ask for it, and ValueError for a
-        closure: the gradients of a window cannot be recomputed here.
+        lowered. Where :attr:`skip_step` is set nothing is updated either, once, and ``overflow`` is True. Raises
+        :class:`UnusedParameters` on all ranks where the options ask for it, and ValueError for a closure: the gradients
+        of a window cannot be recomputed here.
         """
         if closure is not None:
             raise ValueError("optimizer.step(closure) is not supported: run forward and backward before step()")
@@ -381,17 +383,19 @@ class ZeroOptimizer(ZeROOptimizer):
             refuse_unused(self.groups, facts.touched)
         unscale = self.unscale()
         self.norm = facts.norm * unscale
-        self.overflow = self.precision.check_overflow and facts.overflow
+        non_finite = self.precision.check_overflow and facts.overflow
+        self.overflow, self.skip_step = non_finite or self.skip_step, False
         if self.overflow:
             self.undo_speculation()
+        if non_finite:
             scale = self.loss_scale if self.needs_scaler() else None
             report_overflow(self.groups, scale, first_rank=self.rank == 0)
-        else:
+        elif not self.overflow:
             self.clip_coefficient = clip_coefficient(self.norm, self.clip_grad)
             self.stepper.update(facts, unscale * self.clip_coefficient)
         if self.loss_scaler is not None:
             before = self.loss_scale
-            self.loss_scaler.update_scale(self.overflow)
+            self.loss_scaler.update_scale(non_finite)
             if self.loss_scale != before:
                 self.reducer.rescale_feedback(self.loss_scale / before)
         self.clear_window()
