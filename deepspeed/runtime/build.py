@@ -315,7 +315,8 @@ def choose_optimizer(
         if config.zero_config.stage in (1, 2):
             raise ValueError(
                 f"zero_optimization.stage={int(config.zero_config.stage)} shards optimizer state, but there is no "
-                "optimizer: pass optimizer= to deepspeed.initialize or add an `optimizer` block to the config"
+                "optimizer: pass optimizer= to deepspeed.initialize, add an `optimizer` block to the config, or set "
+                "stage 0 or 3, which run without one (to evaluate)"
             )
         return None
     set_optimizer_flags(config, model)

