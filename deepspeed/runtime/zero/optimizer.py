@@ -524,6 +524,7 @@ class ZeroOptimizer(ZeROOptimizer):
         """Remove hooks, give parameters their own storage, drop every tensor. Once: the base may have a new owner."""
         if not self.groups:
             return
+        self.await_readers()  # page-locked memory would be given back under them
         self.watch.remove()
         if self.speculation is not None:
             self.speculation.close()
