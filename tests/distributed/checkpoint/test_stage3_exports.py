@@ -24,8 +24,8 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
-from tests.distributed.checkpoint import runs, test_rules
-from tests.distributed.checkpoint.test_rules import lines, train
+from tests.distributed.checkpoint import runs, test_save_and_load
+from tests.distributed.checkpoint.runs import lines, train
 from tests.distributed.checkpoint.test_stage3_resume import FORCED
 from tests.distributed.checkpoint.test_stage3_rules import Watch
 from tests.harness.pool import WorkerPool
@@ -55,7 +55,7 @@ def export_body(folder: str, precision: str, zero: dict[str, Any]) -> None:
     runs.same(whole, runs.whole(engine.module))
     snapshot = runs.snapshot(engine)
     if dist.get_rank() == 0:
-        test_rules.check_fp32_export(folder, snapshot["masters"])
+        test_save_and_load.check_fp32_export(folder, snapshot["masters"])
         frozen_left_out(folder)
         scripts(folder)
     train(engine, 2, 3)
