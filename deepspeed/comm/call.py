@@ -1,13 +1,13 @@
 """The way every public collective takes: membership, handle, log, bounded wait.
 
-Owns: `Handle`, and the three log keywords all public collectives accept. Does not own: what is started (`comm.py`,
+Owns: `Handle`, and what the log keywords of public collectives become. Does not own: what is started (`comm.py`,
 `p2p.py`) nor the wait itself (`pending.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -17,13 +17,11 @@ from deepspeed.comm.pending import Pending, WaitMode, announce
 from deepspeed.comm.same_host import in_background
 from deepspeed.comm.shm_channel import Channel
 
+LogOptions = tuple[bool, str]
+"""(record this call even if its kind is not recorded, the row of the log), as a call's `prof` and `log_name` say.
 
-class LogOptions(TypedDict, total=False):
-    """Extra keywords of every public collective."""
-
-    prof: bool  # record this call even if its kind is not recorded
-    log_name: str  # the row of the log; default: the function's name
-    debug: str  # accepted for older callers; the log finds the caller by itself
+`debug`, their third companion in every public signature, is the name of the caller; the log finds it by itself.
+"""
 
 
 class Handle(Pending):
@@ -43,8 +41,7 @@ class Handle(Pending):
     ) -> None:
         super().__init__(works, finish, facts, name, "", nbytes, mode)
         self.work = works[-1] if works else None
-        self.log_name = log.get("log_name", name)
-        self.log_always = log.get("prof", False)
+        self.log_always, self.log_name = log
 
     def get_future(self) -> Any:
         """torch's future of the last underlying call."""

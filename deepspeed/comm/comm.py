@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -58,9 +58,6 @@ from deepspeed.comm.state import (
     is_initialized,
     new_group,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = [
     "Handle",
@@ -149,10 +146,12 @@ def all_reduce(
     op: Any = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str = "",
 ) -> Handle | None:
     """Reduce `tensor` over the ranks, in place."""
-    return _all_reduce("all_reduce", [tensor], op, group, async_op, log)
+    return _all_reduce("all_reduce", [tensor], op, group, async_op, (prof, log_name))
 
 
 def inference_all_reduce(
@@ -160,10 +159,12 @@ def inference_all_reduce(
     op: Any = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str = "",
 ) -> Handle | None:
     """`all_reduce` as generation calls it."""
-    return _all_reduce("all_reduce", [tensor], op, group, async_op, log)
+    return _all_reduce("all_reduce", [tensor], op, group, async_op, (prof, log_name))
 
 
 def all_reduce_coalesced(
@@ -171,10 +172,12 @@ def all_reduce_coalesced(
     op: Any = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str = "",
 ) -> Handle | None:
     """Reduce each of `tensors` over the ranks, in place."""
-    return _all_reduce("all_reduce_coalesced", tensors, op, group, async_op, log)
+    return _all_reduce("all_reduce_coalesced", tensors, op, group, async_op, (prof, log_name))
 
 
 def _all_reduce(
@@ -208,7 +211,13 @@ def _all_reduce(
 
 
 def broadcast(
-    tensor: torch.Tensor, src: int, group: Group | None = None, async_op: bool = False, **log: Unpack[LogOptions]
+    tensor: torch.Tensor,
+    src: int,
+    group: Group | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "broadcast",
+    debug: str = "",
 ) -> Handle | None:
     """Copy `tensor` of global rank `src` to all ranks of the group."""
     facts = enter("broadcast", group, tensor.nbytes, src)
@@ -219,7 +228,8 @@ def broadcast(
         torch_dist.broadcast(tensor, src, group, async_op=True),
         None,
     )
-    return begin("broadcast", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, log, finish)
+    mode = wait_mode(facts, tensor.device)
+    return begin("broadcast", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), finish)
 
 
 def reduce(
@@ -228,7 +238,9 @@ def reduce(
     op: Any = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "reduce",
+    debug: str = "",
 ) -> Handle | None:
     """Reduce `tensor` over the ranks into that of global rank `dst`; the others' content is undefined afterwards."""
     facts = enter("reduce", group, tensor.nbytes, dst)
@@ -237,7 +249,8 @@ def reduce(
     torch_op, divide = _reduction(op, facts, tensor)
     work = torch_dist.reduce(tensor, dst, torch_op, group, async_op=True)
     finish = (lambda: tensor.div_(facts.size)) if divide and get_rank() == dst else None
-    return begin("reduce", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, log, finish)
+    mode = wait_mode(facts, tensor.device)
+    return begin("reduce", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), finish)
 
 
 def all_gather(
@@ -245,7 +258,9 @@ def all_gather(
     tensor: torch.Tensor,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "all_gather",
+    debug: str = "",
 ) -> Handle | None:
     """Fill `tensor_list` (one tensor per rank) with every rank's `tensor`."""
     facts = enter("all_gather", group)
@@ -256,7 +271,7 @@ def all_gather(
         None,
     )
     nbytes = sum(part.nbytes for part in tensor_list)
-    return begin("all_gather", work, facts, wait_mode(facts, tensor.device), nbytes, async_op, log, finish)
+    return begin("all_gather", work, facts, wait_mode(facts, tensor.device), nbytes, async_op, (prof, log_name), finish)
 
 
 def all_gather_into_tensor(
@@ -264,7 +279,9 @@ def all_gather_into_tensor(
     tensor: torch.Tensor,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "all_gather_into_tensor",
+    debug: str = "",
 ) -> Handle | None:
     """Concatenate every rank's `tensor` into `output_tensor`."""
     facts = enter("all_gather_into_tensor", group, output_tensor.nbytes)
@@ -272,7 +289,7 @@ def all_gather_into_tensor(
         return None
     works = _start_flat_gather(output_tensor, tensor, group, facts)
     mode = wait_mode(facts, tensor.device)
-    return begin("all_gather_into_tensor", works, facts, mode, output_tensor.nbytes, async_op, log)
+    return begin("all_gather_into_tensor", works, facts, mode, output_tensor.nbytes, async_op, (prof, log_name))
 
 
 def allgather_fn(
@@ -305,7 +322,7 @@ def all_gather_coalesced(
     for output, piece in zip(output_tensors, input_tensors, strict=True):
         works += _start_flat_gather(output, piece, group, facts)
     mode = wait_mode(facts, input_tensors[0].device)
-    return begin("all_gather_coalesced", works, facts, mode, nbytes, async_op, {})
+    return begin("all_gather_coalesced", works, facts, mode, nbytes, async_op, (False, "all_gather_coalesced"))
 
 
 def _start_flat_gather(
@@ -323,13 +340,15 @@ def reduce_scatter_tensor(
     op: Any = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "reduce_scatter_tensor",
+    debug: str = "",
 ) -> Handle | None:
     """Reduce `tensor` over the ranks; each keeps its slice in `output_tensor`."""
     facts = enter("reduce_scatter_tensor", group, tensor.nbytes)
     if facts is None:
         return None
-    return _reduce_scatter("reduce_scatter_tensor", output_tensor, tensor, op, group, facts, async_op, log)
+    return _reduce_scatter("reduce_scatter_tensor", output_tensor, tensor, op, group, facts, async_op, (prof, log_name))
 
 
 def reduce_scatter_fn(
@@ -338,10 +357,11 @@ def reduce_scatter_fn(
     op: Any = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    debug: str = "",
 ) -> Handle | None:
     """`reduce_scatter_tensor` under its older name."""
-    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, **log)
+    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof)
 
 
 def reduce_scatter(
@@ -350,7 +370,9 @@ def reduce_scatter(
     op: Any = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "reduce_scatter",
+    debug: str = "",
 ) -> Handle | None:
     """Reduce entry r of `input_list` over the ranks into `output` of rank r. All entries have the shape of `output`."""
     facts = membership(group)
@@ -364,7 +386,7 @@ def reduce_scatter(
         )
     whole = torch.cat([part.reshape(-1) for part in input_list])
     enter("reduce_scatter", group, whole.nbytes)
-    return _reduce_scatter("reduce_scatter", output, whole, op, group, facts, async_op, log)
+    return _reduce_scatter("reduce_scatter", output, whole, op, group, facts, async_op, (prof, log_name))
 
 
 def _reduce_scatter(
@@ -405,7 +427,9 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "all_to_all_single",
+    debug: str = "",
 ) -> Handle | None:
     """Send piece j of `tensor` to rank j; piece i of `output` comes from rank i. Splits count rows of dim 0."""
     facts = enter("all_to_all_single", group)
@@ -416,7 +440,7 @@ def all_to_all_single(
         None,
     )
     mode = wait_mode(facts, tensor.device)
-    return begin("all_to_all_single", work, facts, mode, tensor.nbytes, async_op, log, finish)
+    return begin("all_to_all_single", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), finish)
 
 
 def all_to_all(
@@ -424,7 +448,9 @@ def all_to_all(
     input_tensor_list: list[torch.Tensor],
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "all_to_all",
+    debug: str = "",
 ) -> Handle | None:
     """Send entry j of `input_tensor_list` to rank j; entry i of `output_tensor_list` comes from rank i."""
     facts = enter("all_to_all", group)
@@ -435,7 +461,7 @@ def all_to_all(
     nbytes = sum(part.nbytes for part in input_tensor_list)
     if not facts.sums_locally(device):
         work = torch_dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op=True)
-        return begin("all_to_all", work, facts, mode, nbytes, async_op, log)
+        return begin("all_to_all", work, facts, mode, nbytes, async_op, (prof, log_name))
     # gloo's list form moves the bytes several times: one flat exchange instead.
     sent = torch.cat([part.reshape(-1) for part in input_tensor_list])
     send_sizes = [part.numel() for part in input_tensor_list]
@@ -450,7 +476,7 @@ def all_to_all(
         for part, piece in zip(output_tensor_list, received.split(receive_sizes), strict=True):
             part.copy_(piece.view(part.shape))
 
-    return begin("all_to_all", work, facts, mode, nbytes, async_op, log, finish)
+    return begin("all_to_all", work, facts, mode, nbytes, async_op, (prof, log_name), finish)
 
 
 def gather(
@@ -459,14 +485,16 @@ def gather(
     dst: int = 0,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "gather",
+    debug: str = "",
 ) -> Handle | None:
     """Collect every rank's `tensor` in `gather_list` of global rank `dst`."""
     facts = enter("gather", group, root=dst)
     if facts is None:
         return None
     work = torch_dist.gather(tensor, gather_list, dst, group, async_op=True)
-    return begin("gather", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, log)
+    return begin("gather", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, (prof, log_name))
 
 
 def scatter(
@@ -475,35 +503,41 @@ def scatter(
     src: int = 0,
     group: Group | None = None,
     async_op: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "scatter",
+    debug: str = "",
 ) -> Handle | None:
     """Hand entry r of `scatter_list` of global rank `src` to rank r of the group."""
     facts = enter("scatter", group, root=src)
     if facts is None:
         return None
     work = torch_dist.scatter(tensor, scatter_list, src, group, async_op=True)
-    return begin("scatter", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, log)
+    return begin("scatter", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, (prof, log_name))
 
 
 def barrier(
     group: Group | None = None,
     async_op: bool = False,
     device_ids: list[int] | None = None,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "barrier",
+    debug: str = "",
 ) -> Handle | None:
     """Wait until every rank of the group is here."""
     facts = enter("barrier", group)
     if facts is None:
         return None
     work = start_barrier(group, facts, device_ids=device_ids)
-    return begin("barrier", work, facts, collectives.barrier_mode(group, facts), 0, async_op, log)
+    return begin("barrier", work, facts, collectives.barrier_mode(group, facts), 0, async_op, (prof, log_name))
 
 
 def monitored_barrier(
     group: Group | None = None,
     timeout: timedelta | None = None,
     wait_all_ranks: bool = False,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "monitored_barrier",
+    debug: str = "",
 ) -> None:
     """`barrier` with a limit of its own, where the backend has one (gloo). The error names missing ranks."""
     facts = membership(group)
@@ -513,11 +547,18 @@ def monitored_barrier(
         with blocking("monitored_barrier", ""):
             torch_dist.monitored_barrier(group, timeout, wait_all_ranks)
     else:
-        barrier(group, **log)
+        barrier(group, prof=prof, log_name=log_name)
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = None, **log: Unpack[LogOptions]) -> None:
-    """Fill `object_list` with every rank's picklable `obj`."""
+def all_gather_object(
+    object_list: list[Any],
+    obj: Any,
+    group: Group | None = None,
+    prof: bool = False,
+    log_name: str = "all_gather_object",
+    debug: str = "",
+) -> None:
+    """Fill `object_list` with every rank's picklable `obj`. The log sees the two gathers of bytes that do it."""
     if membership(group) is not None:
         objects.all_gather_object(object_list, obj, group)
 
@@ -527,8 +568,10 @@ def broadcast_object_list(
     src: int,
     group: Group | None = None,
     device: torch.device | None = None,
-    **log: Unpack[LogOptions],
+    prof: bool = False,
+    log_name: str = "broadcast_object_list",
+    debug: str = "",
 ) -> None:
-    """Replace the picklable entries of `object_list` by those of global rank `src`."""
+    """Replace the picklable entries of `object_list` by those of global rank `src`; the log sees two broadcasts."""
     if membership(group) is not None:
         objects.broadcast_object_list(object_list, src, group, device)

@@ -7,7 +7,7 @@ gloo waits for a transfer for the limit of the group and cannot be woken before:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -15,9 +15,6 @@ import torch.distributed as torch_dist
 from deepspeed.comm.call import Handle, LogOptions, membership, require_initialized
 from deepspeed.comm.group_facts import Group
 from deepspeed.comm.pending import WaitMode
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -49,29 +46,55 @@ def _transfer(
 
 
 def isend(
-    tensor: torch.Tensor, dst: int, group: Group | None = None, tag: int = 0, **log: Unpack[LogOptions]
+    tensor: torch.Tensor,
+    dst: int,
+    group: Group | None = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "isend",
+    debug: str = "",
 ) -> Handle | None:
     """Start sending `tensor` to global rank `dst`."""
-    return _transfer("isend", lambda: torch_dist.isend(tensor, dst, group, tag), tensor, group, True, log)
+    return _transfer("isend", lambda: torch_dist.isend(tensor, dst, group, tag), tensor, group, True, (prof, log_name))
 
 
 def irecv(
-    tensor: torch.Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, **log: Unpack[LogOptions]
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Group | None = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "irecv",
+    debug: str = "",
 ) -> Handle | None:
     """Start receiving into `tensor` from global rank `src` (None: from any)."""
-    return _transfer("irecv", lambda: torch_dist.irecv(tensor, src, group, tag), tensor, group, True, log)
+    return _transfer("irecv", lambda: torch_dist.irecv(tensor, src, group, tag), tensor, group, True, (prof, log_name))
 
 
-def send(tensor: torch.Tensor, dst: int, group: Group | None = None, tag: int = 0, **log: Unpack[LogOptions]) -> None:
+def send(
+    tensor: torch.Tensor,
+    dst: int,
+    group: Group | None = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "send",
+    debug: str = "",
+) -> None:
     """Send `tensor` to global rank `dst`."""
-    _transfer("send", lambda: torch_dist.isend(tensor, dst, group, tag), tensor, group, False, log)
+    _transfer("send", lambda: torch_dist.isend(tensor, dst, group, tag), tensor, group, False, (prof, log_name))
 
 
 def recv(
-    tensor: torch.Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, **log: Unpack[LogOptions]
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Group | None = None,
+    tag: int = 0,
+    prof: bool = False,
+    log_name: str = "recv",
+    debug: str = "",
 ) -> int:
     """Receive into `tensor` from global rank `src` (None: any); returns the sender's rank, -1 outside the group."""
-    handle = _transfer("recv", lambda: torch_dist.irecv(tensor, src, group, tag), tensor, group, True, log)
+    handle = _transfer("recv", lambda: torch_dist.irecv(tensor, src, group, tag), tensor, group, True, (prof, log_name))
     if handle is None:
         return -1
     work: Any = handle.work
@@ -98,7 +121,12 @@ class P2POp:
         self.tag = tag
 
 
-def batch_isend_irecv(p2p_op_list: Sequence[Any], **log: Unpack[LogOptions]) -> list[Handle]:
+def batch_isend_irecv(
+    p2p_op_list: Sequence[Any],
+    prof: bool = False,
+    log_name: str = "batch_isend_irecv",
+    debug: str = "",
+) -> list[Handle]:
     """Start several transfers (our `P2POp` or torch's) as one batch."""
     require_initialized()
     ops: list[Any] = [
@@ -106,11 +134,12 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any], **log: Unpack[LogOptions]) -> 
         for op in p2p_op_list
     ]
     works = torch_dist.batch_isend_irecv(ops)
+    name, log = "batch_isend_irecv", (prof, log_name)
     handles: list[Handle] = []
     # A backend may return one work for the whole batch, or one per transfer.
     for work, op in zip(works, ops, strict=False):
         facts = membership(op.group)
         assert facts is not None  # torch has refused a batch on a group this rank is not in
         mode = WaitMode.PLAIN if facts.blocks_host(op.tensor.device) else WaitMode.STREAM
-        handles.append(TransferHandle((work,), None, facts, "batch_isend_irecv", op.tensor.nbytes, mode, log))
+        handles.append(TransferHandle((work,), None, facts, name, op.tensor.nbytes, mode, log))
     return handles
