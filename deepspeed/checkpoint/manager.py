@@ -417,6 +417,8 @@ class LoadPlan:
         if self.optimizer_plan is not None and self.optimizer_plan.publish:
             optimizer.publish_masters()
         if optimizer is not None:
+            optimizer.states_loaded(with_states=self.optimizer_plan is not None and self.optimizer_plan.with_states)
+        if optimizer is not None:
             for group in optimizer.groups:
                 group.forget_edits()  # what loading wrote are no edits of the user's, whose weights win over masters
         if self.engine_plan is not None:

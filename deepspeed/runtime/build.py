@@ -21,7 +21,13 @@ from deepspeed.comm.mesh import ParallelMesh, set_current_mesh
 from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.applied_config import apply_config, check_tested, dump_state
-from deepspeed.runtime.build_offload import offload_options, offloads_parameters, parameter_home, takes_host_optimizer
+from deepspeed.runtime.build_offload import (
+    count_epoch,
+    offload_options,
+    offloads_parameters,
+    parameter_home,
+    takes_host_optimizer,
+)
 from deepspeed.runtime.build_routes import ZeroRoutes, zero_routes
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
@@ -132,6 +138,7 @@ def build_engine(
     )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
+    count_epoch(parsed, wrapped, engine.training_dataloader, accumulation.steps)
     summary.announce(engine)
     if parsed.dump_state:
         dump_state(engine)

@@ -5,26 +5,36 @@ Part of the composition root (``build.py``); nothing else reads these keys.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.real_accelerator import get_accelerator
+from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam.fused_adam import FusedAdam
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import AUTO
 from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.swap_tensor.disk_speed import measure_disk
 from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
 from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
 from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
 from deepspeed.runtime.zero.fused_update import rows_of
-from deepspeed.runtime.zero.options import OffloadOptions
+from deepspeed.runtime.zero.options import OffloadOptions, ZenFlowOptions
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils.host_memory import available_memory, total_memory
 from deepspeed.utils.logging import log_dist
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.optimizer import ZeroOptimizer
+
 _HERE = "zero_optimization.offload_optimizer"
+_ZENFLOW = "zero_optimization.zenflow"
+_AUTO_SELECT_STEPS = 100
 _STATES = 2  # per parameter, as Adam keeps them; others keep fewer
 _PIPELINED = 3  # units in memory where one is read, one is updated and one is written
 _GIB = 1 << 30
@@ -83,13 +93,16 @@ def offload_options(
     first = trainable[0] if trainable else None
     device = first.device if first is not None else torch.device("cpu")
     on_disk = section.device == "nvme"
-    if not on_disk and not is_apart(device):
+    zenflow = zenflow_options(config, basic)
+    if zenflow is None and not on_disk and not is_apart(device):
         log_dist(f"{_HERE}.device {section.device}: this device's memory is the host's; nothing moves", ranks=[0])
         return None
     if first is not None:
         numel = sum(param.numel() for param in trainable)
         states = 0 if on_disk else (1 + _STATES) * precision.master_dtype(first).itemsize
         width = states + precision.accum_dtype(first).itemsize
+        if zenflow is not None:
+            width += _zenflow_width(zenflow, first.element_size(), precision.accum_dtype(first).itemsize)
         away = int(numel * section.ratio) // shards
         check_host_memory(away * width)
         if on_disk:
@@ -102,7 +115,71 @@ def offload_options(
         unit_numel=max(1, unit),
         disk=_store_maker(config) if on_disk else None,
         speculate=section.super_offload,
+        zenflow=zenflow,
     )
+
+
+def zenflow_options(config: DeepSpeedConfig, basic: torch.optim.Optimizer) -> ZenFlowOptions | None:
+    """What the config asks of ZenFlow; None without it. Epochs are counted in steps later: :func:`count_epoch`.
+
+    Raises:
+        ValueError: ``basic`` is not one of our Adam optimizers, which is what ZenFlow can divide.
+    """
+    flow = config.zero_config.zenflow
+    if flow is None:
+        return None
+    if rows_of(basic) is None or not isinstance(basic, (DeepSpeedCPUAdam, FusedAdam)):
+        raise ValueError(
+            f"{_ZENFLOW}: the optimizer is {type(basic).__name__}; ZenFlow divides the update of DeepSpeedCPUAdam. "
+            "Name Adam or AdamW in optimizer.type (without torch_adam), pass deepspeed.ops.adam.DeepSpeedCPUAdam, or "
+            f"remove {_ZENFLOW}"
+        )
+    if any(group.get("amsgrad") for group in basic.param_groups):
+        raise ValueError(f"{_ZENFLOW}: optimizer.params.amsgrad true cannot be divided; set it to false")
+    threads = torch.get_num_threads()
+    return ZenFlowOptions(
+        topk=float(flow.topk_ratio),
+        select_steps=int(flow.select_interval) if flow.select_strategy == "step" else None,
+        update_interval=None if flow.update_interval == AUTO else int(flow.update_interval),
+        overlap=flow.overlap_step,
+        offload=flow.offload,
+        auto_ratio=float(flow.auto_ratio),
+        warm_up=flow.full_warm_up_rounds,
+        threads=max(1, round(threads * (1 - flow.pt_reserved_cores_perc))) if flow.overlap_step else None,
+    )
+
+
+def count_epoch(config: DeepSpeedConfig, optimizer: ZeroOptimizer | None, loader: Any, accumulation: int) -> None:
+    """Tell ZenFlow how many steps lie between two choices where the config says epochs.
+
+    Steps of an epoch: ``zenflow.steps_per_epoch``, else those of the data loader that ``initialize`` made.
+
+    Raises:
+        ValueError: ``select_strategy`` is epoch, and neither is there.
+    """
+    flow = config.zero_config.zenflow
+    if flow is None or optimizer is None or optimizer.zenflow is None or optimizer.zenflow.select_steps is not None:
+        return
+    steps = flow.steps_per_epoch
+    if steps is None and loader is not None and hasattr(loader, "__len__"):
+        with contextlib.suppress(TypeError):  # data without a length
+            steps = len(loader) // accumulation
+    if steps is None and flow.select_strategy == "epoch":
+        raise ValueError(
+            f"{_ZENFLOW}.select_strategy is epoch, and nobody says how many steps an epoch has: set "
+            f"{_ZENFLOW}.steps_per_epoch, pass training_data with a length, or use select_strategy step"
+        )
+    if steps is None:
+        steps = _AUTO_SELECT_STEPS
+        log_dist(f"{_ZENFLOW}: no epoch is known here; important columns are chosen every {steps} steps", ranks=[0])
+    epochs = 1 if flow.select_interval == AUTO else int(flow.select_interval)
+    optimizer.zenflow.select_steps = max(1, steps * epochs)
+
+
+def _zenflow_width(flow: ZenFlowOptions, model: int, accum: int) -> int:
+    """Bytes of host memory per element that ZenFlow takes in addition; see docs/offload.md."""
+    sums = 0 if flow.update_interval == 1 else 4
+    return model + sums + ((sums + accum) if flow.overlap else 0)
 
 
 def _store_maker(config: DeepSpeedConfig) -> Callable[[int], NvmeStore]:

@@ -68,12 +68,6 @@ def _switch(path: str, what: str, key: str = "enabled") -> MissingFeature:
 
 MISSING_FEATURES: tuple[MissingFeature, ...] = (
     _row(
-        "zero_optimization.zenflow",
-        lambda s: _zero(s).stage >= 1 and _zero(s).zenflow is not None,
-        "ZenFlow",
-        "remove it",
-    ),
-    _row(
         "optimizer.type",
         lambda s: s.optimizer is not None and s.optimizer.name in ONEBIT_OPTIMIZERS,
         "1-bit optimizers",

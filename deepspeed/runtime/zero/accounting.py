@@ -49,6 +49,9 @@ def held_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim() and homes.get(id(leaf)) != "disk":
                 add(homes.get(id(leaf), "optimizer"), value)
+    if optimizer.zenflow is not None:
+        for kind, tensor in optimizer.zenflow.storages():
+            add(kind, tensor)
     if optimizer.disk_states is not None:
         totals["host"] += optimizer.disk_states.store.host_nbytes
         totals["disk"] += optimizer.disk_states.store.nbytes

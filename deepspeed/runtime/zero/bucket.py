@@ -136,6 +136,8 @@ class Bucket:
         """The result is there: offloaded gradients go to host memory while backward goes on."""
         if self._landing is not None:
             self.group.grad_piece(self.segment).copy_(self._landing, non_blocking=True)
+            if self.group.on_device_grad is not None:
+                self.group.on_device_grad(self.group, self.segment.index, self._landing)
             self._landing = None
 
     def arm(self, expected: bytes) -> None:

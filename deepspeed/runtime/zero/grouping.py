@@ -58,7 +58,7 @@ class Grouping:
     ) -> list[tuple[list[nn.Parameter], HostMemory | None]]:
         """``run`` in the parts whose states live on the device and in host memory."""
         offload = self.options.offload
-        if offload is None or self.host is None or not (is_apart(device) or offload.disk):
+        if offload is None or self.host is None or not (is_apart(device) or offload.disk or offload.zenflow):
             return [(run, None)]
         stays = (1.0 - offload.ratio) * sum(param.numel() for param in run)
         near: list[nn.Parameter] = []

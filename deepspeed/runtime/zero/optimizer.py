@@ -43,6 +43,8 @@ from deepspeed.runtime.zero.sharded_module import ShardedModule
 from deepspeed.runtime.zero.speculation import Speculation
 from deepspeed.runtime.zero.stepper import InlineStepper, scale_in_place
 from deepspeed.runtime.zero.wiring import wire
+from deepspeed.runtime.zero.zenflow import resume
+from deepspeed.runtime.zero.zenflow.executor import ZenFlow
 
 
 class _Owner(weakref.ref["ZeroOptimizer"]):
@@ -100,6 +102,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.should_reduce: Callable[[], bool] = lambda: True
         self.at_boundary: Callable[[], bool] = lambda: False  # of the backward that begins; False: not known
         self.speculation: Speculation | None = None
+        self.zenflow: ZenFlow | None = None
         self.await_readers: Callable[[], None] = lambda: None  # returns when no thread reads masters and states
         self.on_raw_begin: Callable[[], None] = lambda: None
         self.peak_bytes: dict[str, int] = {}
@@ -187,11 +190,31 @@ class ZeroOptimizer(ZeROOptimizer):
             )
             self.reducer.on_landed = self.speculation.landed
 
+        if offload.zenflow is not None and any(unit.group.offloaded for unit in units):
+            before, steps = self.zenflow, offload.zenflow.select_steps
+            if before is not None:
+                before.hold_still()
+                before.close()
+                steps = before.select_steps
+            self.zenflow = self.stepper.zenflow = ZenFlow(
+                self.optimizer, self.groups, units, offload.zenflow, self.shards, self.publisher.publish
+            )
+            self.zenflow.select_steps = steps
+            if before is not None:
+                self.states_loaded(with_states=True)
     def settle_states(self, bounds: Sequence[BoundFragment]) -> None:
         """Base-optimizer states of these fragments, just made or loaded, go where their group keeps them."""
         if self.disk_states is not None:
             self.disk_states.settle(bounds)
 
+        if self.zenflow is None:
+            resume.drop(self.optimizer, self.groups, bounds)
+
+    def states_loaded(self, *, with_states: bool) -> None:
+        """Weights and masters, and with ``with_states`` states, have been loaded on all ranks. Collective."""
+        if self.zenflow is not None:
+            self.zenflow.adopt(with_states=with_states)
+            self.publisher.wait()
     def adopt_unfrozen(self) -> list[str]:
         """Take up parameters of the optimizer's groups that have become trainable; call between windows only.
 
@@ -262,6 +285,8 @@ class ZeroOptimizer(ZeROOptimizer):
         self.await_readers()
         self.undo_speculation()
 
+        if self.zenflow is not None:
+            self.zenflow.hold_still()
     def memory_of_states(self) -> frozenset[int]:
         """Addresses of storages that only :meth:`step` and who calls :meth:`hold_still` before write to.
 
@@ -472,6 +497,8 @@ class ZeroOptimizer(ZeROOptimizer):
                     piece = group.master.narrow(0, segment.shard_start, segment.piece_numel)
                     group.model_piece(segment).copy_(piece)
                 self.publisher.publish(group, segment)
+        if self.zenflow is not None:
+            self.zenflow.hold_still()  # masters of important columns are elsewhere
         self.publisher.wait()
 
     def offload_states(
@@ -511,7 +538,7 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's masters, base-optimizer state and loss scaler as a copy; see ``zero/state_dict.py``."""
-        self.undo_speculation()
+        self.hold_still()
         placement = self.placement
         stage = int(placement.state_sharded) + int(placement.reduces_every_backward) + int(placement.parameter_sharded)
         return zero_state.shard_state(self, stage, zero_state.join_in_memory)
@@ -540,6 +567,8 @@ class ZeroOptimizer(ZeROOptimizer):
         for base_group, members in zip(self.optimizer.param_groups, self.client_groups, strict=False):
             base_group["params"] = members
         self.optimizer.state.clear()
+        if self.zenflow is not None:
+            self.zenflow.close()
         self.groups = []
         self.sharding = None  # the engine's, which gives the parameters back
         self.reducer = LocalGrads([])

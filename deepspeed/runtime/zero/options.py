@@ -12,6 +12,27 @@ from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
 
 
 @dataclass(frozen=True)
+class ZenFlowOptions:
+    """What is important, and when the rest is updated; see ``zenflow/executor.py``.
+
+    ``topk``: the share of a weight's columns that is important. ``select_steps``: steps between choices; None: said
+    later. ``update_interval``: steps of a window; None: it ends when what waits outgrows ``auto_ratio`` times the
+    important gradients. ``overlap``: windows are applied beside training, with ``threads`` threads (None: as many as
+    torch has). ``offload``: moments of important elements are in host memory between steps. ``warm_up``: first steps
+    that update everything.
+    """
+
+    topk: float
+    select_steps: int | None
+    update_interval: int | None
+    overlap: bool = False
+    offload: bool = False
+    auto_ratio: float = 0.99
+    warm_up: int = 0
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
 class OffloadOptions:
     """Masters, states and reduced gradients live in host memory, and the update runs there.
 
@@ -25,6 +46,7 @@ class OffloadOptions:
     speculate: bool = False  # update during backward, undo what is clipped or skipped
     # Makes the store that masters and states go to instead, with buffers of so many bytes.
     disk: Callable[[int], NvmeStore] | None = None
+    zenflow: ZenFlowOptions | None = None  # update important columns at once, the rest later
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,17 @@ class BoundFragment:
         return self.model.data_ptr() == self.leaf.data_ptr() and self.model.dtype == self.leaf.dtype
 
 
+@dataclass(eq=False)
+class HostGrads:
+    """Memory for the reduced gradients of an offloaded group: of sharded ones by segment, else in one run."""
+
+    pieces: list[torch.Tensor | None]
+    flat: torch.Tensor | None = None
+
+    def storages(self) -> Iterator[torch.Tensor]:
+        yield from (tensor for tensor in (*self.pieces, self.flat) if tensor is not None)
+
+
 @dataclass(frozen=True)
 class GroupSpec:
     """What a group is made of: its optimizer group, parameters in run order, dtypes, and who shares it."""
@@ -97,6 +108,8 @@ class ShardGroup:
         self.aliased = self.master_dtype == self.dtype and not self.offloaded
         self.by_rows = spec.by_rows
         self.before_pull: Callable[[], None] = lambda: None  # called before masters take the weights' values
+        # Told of reduced gradients on their way to host memory: a segment's piece, or a parameter's whole gradient.
+        self.on_device_grad: Callable[[ShardGroup, int, torch.Tensor], None] | None = None
         # Reduced replicated gradients: in accum dtype where they were sent in it, else in the parameter's.
         self.result_dtype = self.accum_dtype if self.comm_dtype == self.accum_dtype else self.dtype
         self.flat: torch.Tensor | None = None  # 1D, all parameters
@@ -248,9 +261,12 @@ class ShardGroup:
         if held is None:
             self.accum[position] = self._grad_home(position).copy_(grad, non_blocking=True)
         elif self.device.type == "cpu":
-            held.add_(grad)
+            grad = held.add_(grad)
         else:
-            held.copy_(held.to(self.device, non_blocking=True).add_(grad), non_blocking=True)
+            grad = held.to(self.device, non_blocking=True).add_(grad)
+            held.copy_(grad, non_blocking=True)
+        if self.on_device_grad is not None:
+            self.on_device_grad(self, position, grad)
         param.grad = None
 
     @torch.no_grad()
@@ -270,7 +286,19 @@ class ShardGroup:
         if self._host_grads is None:
             self._host_grads = self.host.zeros(self.layout.shard_numel, self.accum_dtype, self.device)
         slot = self.layout.slots[position]
-        return self._host_grads.narrow(0, slot.start, slot.numel).view(self.shapes[position])
+        home = self._host_grads.narrow(0, slot.start, slot.numel).view(self.shapes[position])
+        return home.data  # with a version of its own: writes to other gradients are not writes to this one
+
+    def exchange_host_grads(self, spare: HostGrads | None) -> HostGrads:
+        """Give away the memory of this window's gradients; those of the next go to ``spare`` (None: to fresh memory).
+
+        For offloaded groups, when nothing is on its way into it.
+        """
+        given = HostGrads(self.grads, self._host_grads)
+        spare = spare or HostGrads([None] * len(self.layout.segments))
+        self.grads, self._host_grads = spare.pieces, spare.flat
+        self.accum = [None] * len(self.params)
+        return given
 
     def grad_of(self, bound: BoundFragment) -> torch.Tensor | None:
         """The gradient elements of ``bound`` where they are now, in the leaf's shape; None when there are none."""

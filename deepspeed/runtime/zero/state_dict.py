@@ -301,6 +301,7 @@ def load_shard_state(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
     optimizer.publish_masters()
 
 
+    optimizer.states_loaded(with_states=states)
 @torch.no_grad()
 def _load_group(
     optimizer: ZeroOptimizer, group: ShardGroup, state: dict[str, Any], table: dict[str, Any], master: torch.Tensor

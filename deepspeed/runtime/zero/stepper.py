@@ -6,14 +6,15 @@ The update runs over *units*: fragments whose gradients, cast to the master dtyp
 fp16 model never holds a full fp32 copy of its gradients. Where gradients already have the master's dtype there is one
 unit and no copy. Our own CPU optimizers need no cast gradients at all (``fused_update.py``).
 
-The executor here is inline: one unit after the other on the calling thread. Pipelined (NVMe) and asynchronous ones
-belong beside it.
+The executor here is inline: one unit after the other on the calling thread. Pipelined (``disk_states.py``),
+speculative (``speculation.py``) and asynchronous ones (``zenflow/``) stand beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,9 @@ from deepspeed.runtime.zero.publish import Publisher
 from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
 from deepspeed.runtime.zero.slices import can_slice, step_in_slices
 from deepspeed.runtime.zero.speculation import Speculation
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.zenflow.executor import ZenFlow
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +75,7 @@ class InlineStepper:
         self.units = [unit for number, group in enumerate(self.groups) for unit in self._units(number, group)]
         self.disk: DiskStates | None = None  # of the units whose masters and states are in files
         self.speculation: Speculation | None = None  # of units that were updated during backward
+        self.zenflow: ZenFlow | None = None  # of units whose important columns alone are updated at once
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -95,7 +100,8 @@ class InlineStepper:
         if self.speculation is not None:
             self.speculation.settle(facts, scale)
         # Gradients used where they lie go first, in one call: a later call must not find them on their leaves again.
-        left = [unit for unit in self.units if not self._update_fused(unit, facts, scale)]
+        units = self.units if self.zenflow is None else self.zenflow.update(facts, scale)
+        left = [unit for unit in units if not self._update_fused(unit, facts, scale)]
         in_place = [unit for unit in left if self._in_place(unit, facts) and not unit.group.on_disk]
         for unit in in_place:
             self._hand_over(unit, facts, scale)
