@@ -189,7 +189,6 @@ class ZeroOptimizer(ZeROOptimizer):
                 self.optimizer, units, at_boundary=lambda: self.at_boundary(), unscale=self.unscale
             )
             self.reducer.on_landed = self.speculation.landed
-
         if offload.zenflow is not None and any(unit.group.offloaded for unit in units):
             before, steps = self.zenflow, offload.zenflow.select_steps
             if before is not None:
@@ -202,11 +201,11 @@ class ZeroOptimizer(ZeROOptimizer):
             self.zenflow.select_steps = steps
             if before is not None:
                 self.states_loaded(with_states=True)
+
     def settle_states(self, bounds: Sequence[BoundFragment]) -> None:
         """Base-optimizer states of these fragments, just made or loaded, go where their group keeps them."""
         if self.disk_states is not None:
             self.disk_states.settle(bounds)
-
         if self.zenflow is None:
             resume.drop(self.optimizer, self.groups, bounds)
 
@@ -215,6 +214,7 @@ class ZeroOptimizer(ZeROOptimizer):
         if self.zenflow is not None:
             self.zenflow.adopt(with_states=with_states)
             self.publisher.wait()
+
     def adopt_unfrozen(self) -> list[str]:
         """Take up parameters of the optimizer's groups that have become trainable; call between windows only.
 
@@ -284,9 +284,9 @@ class ZeroOptimizer(ZeROOptimizer):
         """Masters and states are those of the last step when this returns, and may be written to."""
         self.await_readers()
         self.undo_speculation()
-
         if self.zenflow is not None:
             self.zenflow.hold_still()
+
     def memory_of_states(self) -> frozenset[int]:
         """Addresses of storages that only :meth:`step` and who calls :meth:`hold_still` before write to.
 
@@ -485,6 +485,8 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def publish_masters(self) -> None:
         """The model takes the masters' values, on every rank (after masters were written). Collective."""
+        if self.zenflow is not None:
+            self.zenflow.hold_still()  # masters of important columns are elsewhere
         self.reducer.forget_feedback()
         for group in self.groups:
             if not group.sharded:
@@ -497,8 +499,6 @@ class ZeroOptimizer(ZeROOptimizer):
                     piece = group.master.narrow(0, segment.shard_start, segment.piece_numel)
                     group.model_piece(segment).copy_(piece)
                 self.publisher.publish(group, segment)
-        if self.zenflow is not None:
-            self.zenflow.hold_still()  # masters of important columns are elsewhere
         self.publisher.wait()
 
     def offload_states(
@@ -555,6 +555,8 @@ class ZeroOptimizer(ZeROOptimizer):
         self.watch.remove()
         if self.speculation is not None:
             self.speculation.close()
+        if self.zenflow is not None:
+            self.zenflow.close()
         if self.disk_states is not None:
             self.disk_states.close()
         for group in self.groups:
@@ -567,8 +569,6 @@ class ZeroOptimizer(ZeROOptimizer):
         for base_group, members in zip(self.optimizer.param_groups, self.client_groups, strict=False):
             base_group["params"] = members
         self.optimizer.state.clear()
-        if self.zenflow is not None:
-            self.zenflow.close()
         self.groups = []
         self.sharding = None  # the engine's, which gives the parameters back
         self.reducer = LocalGrads([])

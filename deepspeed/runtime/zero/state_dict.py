@@ -299,9 +299,9 @@ def load_shard_state(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
         _load_group(optimizer, group, encoded["state"][number], state[keys.STATE_TABLES][number], flat[number])
     restore_scaler(optimizer.loss_scaler, state[keys.LOSS_SCALER])
     optimizer.publish_masters()
+    optimizer.states_loaded(with_states=True)
 
 
-    optimizer.states_loaded(with_states=states)
 @torch.no_grad()
 def _load_group(
     optimizer: ZeroOptimizer, group: ShardGroup, state: dict[str, Any], table: dict[str, Any], master: torch.Tensor
