@@ -60,9 +60,19 @@ class Table:
         self._written: list[list[torch.Tensor]] = []
         self._kept: list[Any] = []
 
+    @staticmethod
+    def takes(states: int) -> bool:
+        """Whether the kernels know a rule with so many states."""
+        return states < _OUT - 1
+
+    @staticmethod
+    def readable(tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernels may walk the memory of all these tensors."""
+        return all_readable(tensors)
+
     def add_rule(self, numbers: tuple[float, ...]) -> int:
         """Take the eight numbers of a rule (their order: `update_rules.h`); returns the rule's number."""
-        self._rules += numbers
+        self._rules += map(float, numbers)
         return len(self._rules) // _RULE - 1
 
     def extend(
@@ -111,7 +121,7 @@ class Table:
             torch.autograd.graph.increment_version(tensors)
 
 
-def all_readable(tensors: list[torch.Tensor]) -> bool:
+def all_readable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a kernel may walk the memory of all these tensors; see `is_readable`."""
     try:
         return (

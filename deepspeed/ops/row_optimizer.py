@@ -1,11 +1,13 @@
-"""Optimizers whose update of an element looks at that element alone, run by a native kernel over all tensors at once.
+"""Optimizers whose update of an element looks at that element alone, run by a kernel over all tensors at once.
 
-Owns: `RowOptimizer`: which tensors go to the kernel, their states and step counts, `update_from`. Does not own: the
-arithmetic (`native/csrc/update_rules.h`; `_update_pairs` of each class in torch, which is both the reference and the
-fallback), hyper-parameters, the kernel's table (`native_kernels.py`).
-Invariants: kernel and torch give the same bits in fp32. All tensors the kernel can take are updated in one parallel
-region, over all groups. What it cannot take (fp64, strided, sparse, other devices, subclasses of tensors) goes to
-torch, in the same step. A tensor written by the kernel gets a new autograd version, as if torch had written it.
+Owns: `RowOptimizer`: which tensors go to which kernel, their states and step counts, `update_from`. Does not own: the
+arithmetic (`native/csrc/update_rules.h` for host memory, `multi_tensor_triton.py` for GPUs; `_update_pairs` of each
+class in torch, which is both the reference and the fallback), hyper-parameters, the kernels' tables
+(`native_kernels.py`, `multi_tensor.py`).
+Invariants: the kernel of a device and torch on a CPU give the same bits in fp32. All tensors a kernel can take are
+updated in one parallel region or one launch, over all groups. What none can take (fp64, strided, sparse, other devices,
+subclasses of tensors) goes to torch, in the same step. A tensor written by a kernel gets a new autograd version, as if
+torch had written it.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from typing import Any, ClassVar
 import torch
 
 from deepspeed.native.build import NativeUnavailable
-from deepspeed.ops import native_kernels
-from deepspeed.ops.native_kernels import KINDS, Table, all_readable, is_readable
-from deepspeed.ops.optimizer_base import Pair, StateOptimizer, gradients, run_closure
+from deepspeed.ops import multi_tensor, native_kernels
+from deepspeed.ops.multi_tensor import DeviceTable
+from deepspeed.ops.native_kernels import KINDS
+from deepspeed.ops.optimizer_base import Pair, StateOptimizer, run_closure
 from deepspeed.utils.logging import warning_once
 
 __all__ = ["Row", "RowOptimizer"]
 
+_Table = native_kernels.Table | DeviceTable
 # (leaf, its gradient in fp32, bf16 or fp16, where the new value goes rounded)
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -34,8 +38,11 @@ class RowOptimizer(StateOptimizer):
 
     # Name of the op in the registry.
     _op: ClassVar[str]
-    # The kernel: None before the first use, False where there is none.
+    # The kernel for host memory: None before the first use, False where there is none.
     _native: Any = None
+    # Whether the kernels for GPUs are used, None before the first use; tables of earlier steps.
+    _on_device: bool | None = None
+    _cache: multi_tensor.Cache | None = None
     _places: _Places | None = None
 
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -60,21 +67,24 @@ class RowOptimizer(StateOptimizer):
     # ---- the boundary of ZeRO --------------------------------------------------------------------------------------
 
     def takes_rows(self, rows: Sequence[Row]) -> bool:
-        """Whether the native kernel can do all of `rows` (see `update_from`) as they are."""
-        if self._kernel() is None or not _readable_rows(*_columns(rows)):
+        """Whether one kernel can do all of `rows` (see `update_from`) as they are."""
+        table = _Tables(self).of(rows[0][0]) if rows else None
+        if table is None or not _readable_rows(table, *_columns(rows)):
+            return False
+        if len({tensor.get_device() for row in rows for tensor in row if tensor is not None}) > 1:
             return False
         states = [self.state.get(row[0]) for row in rows]
         if not all(self.state_dtype(row[0]) in KINDS for row, state in zip(rows, states, strict=True) if not state):
             return False
-        return all_readable([value for state in states if state for key, value in state.items() if key != "step"])
+        return table.readable([value for state in states if state for key, value in state.items() if key != "step"])
 
     @torch.no_grad()
-    def update_from(self, rows: Sequence[Row], scale: float) -> None:
+    def update_from(self, rows: Sequence[Row], scale: float | torch.Tensor) -> None:
         """Update leaves from gradients that lie elsewhere, and put the new values, rounded to nearest even, elsewhere.
 
         rows: (leaf, grad, out). leaf: a parameter of this optimizer, at most once. grad: fp32, bf16 or fp16, as many
         elements as the leaf and in its order, any shape; left as it is. out: None, or a contiguous tensor of as many
-        elements. scale: factor of the gradients, applied in fp32.
+        elements. scale: factor of the gradients, applied in fp32; may be a 0-dim tensor on the leaves' device.
 
         The result equals `leaf.grad = grad.float() * scale`, `step()`, `out.copy_(leaf)` to the last bit; one pass
         over memory and one parallel region where `takes_rows(rows)`.
@@ -82,13 +92,12 @@ class RowOptimizer(StateOptimizer):
         Raises:
             KeyError: a leaf is in no group of this optimizer.
         """
-        kernel = self._kernel()
-        by_group = self._by_group(rows)
-        table = Table()
-        for number, group_rows in by_group.items():
+        tables = _Tables(self)
+        for number, group_rows in self._by_group(rows).items():
             group, columns = self.param_groups[number], _columns(group_rows)
             others = group_rows
-            if kernel is not None and _readable_rows(*columns):
+            table = tables.of(columns[0][0])
+            if table is not None and _readable_rows(table, *columns):
                 left = {id(leaf) for leaf, _ in self._add(table, group, *columns)}
                 others = [row for row in group_rows if id(row[0]) in left] if left else ()
             for leaf, grad, out in others:
@@ -96,7 +105,7 @@ class RowOptimizer(StateOptimizer):
                 self._update_pairs(group, [(leaf, scaled)])
                 if out is not None:
                     out.view(-1).copy_(leaf.reshape(-1))
-        table.run(kernel, scale)
+        tables.run(scale)
 
     def _by_group(self, rows: Sequence[Row]) -> dict[int, Sequence[Row]]:
         """The rows of each group, by the group's number."""
@@ -123,7 +132,7 @@ class RowOptimizer(StateOptimizer):
     # ---- all parameters --------------------------------------------------------------------------------------------
 
     def _kernel(self) -> Any:
-        """The native kernel, or None; the first time there is none, one line says why."""
+        """The kernel for host memory, or None; the first time there is none, one line says why."""
         if self._native is None:
             try:
                 self._native = native_kernels.kernel(self._op)
@@ -133,29 +142,41 @@ class RowOptimizer(StateOptimizer):
         return self._native or None
 
     def _update_all(self) -> None:
-        kernel = self._kernel()
-        if kernel is None:
-            for group in self.param_groups:
-                self._update_pairs(group, gradients(group["params"]))
-            return
-        table = Table()
+        tables = _Tables(self)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            grads = [param.grad for param in params]
-            others: list[Pair] = []
-            if not (all_readable(params) and all_readable(grads)):
-                pairs = list(zip(params, grads, strict=True))
-                readable = [is_readable(param) and is_readable(grad) for param, grad in pairs]
-                others = [pair for pair, good in zip(pairs, readable, strict=True) if not good]
-                params, grads = (list(compress(column, readable)) for column in (params, grads))
-            others += self._add(table, group, params, grads, None)
+            if not params:
+                continue
+            grads: list[Any] = [param.grad for param in params]
+            others = self._add_readable(tables.of(params[0]), group, params, grads)
+            if others and len({param.is_cpu for param, _ in others} | {params[0].is_cpu}) > 1:
+                # A group with tensors in host memory and on a device.
+                apart = [pair for pair in others if pair[0].is_cpu != params[0].is_cpu]
+                others = [pair for pair in others if pair[0].is_cpu == params[0].is_cpu]
+                moved, moved_grads = (list(column) for column in zip(*apart, strict=True))
+                others += self._add_readable(tables.of(moved[0]), group, moved, moved_grads)
             if others:
                 self._update_pairs(group, others)
-        table.run(kernel, 1.0)
+        tables.run(1.0)
+
+    def _add_readable(
+        self, table: _Table | None, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
+    ) -> list[Pair]:
+        """Put what the table can take into it; returns the rest."""
+        pairs = list(zip(params, grads, strict=True))
+        if table is None:
+            return pairs
+        if table.readable(params) and table.readable(grads):
+            return self._add(table, group, params, grads, None)
+        readable = [table.readable(pair) for pair in pairs]
+        others = [pair for pair, good in zip(pairs, readable, strict=True) if not good]
+        return others + self._add(
+            table, group, list(compress(params, readable)), list(compress(grads, readable)), None
+        )
 
     def _add(
         self,
-        table: Table,
+        table: _Table,
         group: dict[str, Any],
         params: list[torch.Tensor],
         grads: list[torch.Tensor],
@@ -166,6 +187,8 @@ class RowOptimizer(StateOptimizer):
             return []
         found = [self.state[param] for param in params]
         keys = self._state_keys(group)
+        if not table.takes(len(keys)):
+            return list(zip(params, grads, strict=True))
         if not all(found):
             for param, state in zip(params, found, strict=True):
                 if not state:
@@ -175,8 +198,8 @@ class RowOptimizer(StateOptimizer):
                         state[key] = self.new_state(param)
         columns = [[state[key] for state in found] for key in keys]
         others: list[Pair] = []
-        if not all(map(all_readable, columns)):
-            readable = [all(map(is_readable, states)) for states in zip(*columns, strict=True)]
+        if not all(map(table.readable, columns)):
+            readable = list(map(table.readable, zip(*columns, strict=True)))
             others = [pair for pair, good in zip(zip(params, grads, strict=True), readable, strict=True) if not good]
             params, grads, found = (list(compress(column, readable)) for column in (params, grads, found))
             outs = None if outs is None else list(compress(outs, readable))
@@ -187,6 +210,37 @@ class RowOptimizer(StateOptimizer):
         rules = {step: table.add_rule(self._rule(group, step)) for step in set(steps)}
         table.extend(params, grads, columns, outs, [rules[step] for step in steps])
         return others
+
+
+class _Tables:
+    """The tables of one update: one for host memory, one for GPUs, each made when a tensor asks for it."""
+
+    def __init__(self, optimizer: RowOptimizer) -> None:
+        self._optimizer = optimizer
+        self._host: native_kernels.Table | None = None
+        self._device: DeviceTable | None = None
+
+    def of(self, tensor: torch.Tensor) -> _Table | None:
+        """The table for tensors where this one is; None: there is no kernel."""
+        optimizer = self._optimizer
+        if self._device is None and (not tensor.is_cpu or optimizer._on_device):
+            if optimizer._on_device is None:
+                optimizer._on_device = multi_tensor.usable(optimizer._op, tensor.device.type)
+            if optimizer._on_device:
+                optimizer._cache = optimizer._cache or multi_tensor.Cache()
+                self._device = DeviceTable(optimizer._op, optimizer._cache)
+        if self._device is not None and self._device.readable([tensor]):
+            return self._device
+        if tensor.is_cpu and self._host is None and optimizer._kernel() is not None:
+            self._host = native_kernels.Table()
+        return self._host if tensor.is_cpu else None
+
+    def run(self, scale: float | torch.Tensor) -> None:
+        """Update what is in the tables."""
+        if self._host is not None:
+            self._host.run(self._optimizer._kernel(), float(scale))
+        if self._device is not None:
+            self._device.run(scale)
 
 
 class _Places:
@@ -215,13 +269,13 @@ def _columns(
 
 
 def _readable_rows(
-    leaves: list[torch.Tensor], grads: list[torch.Tensor], outs: list[torch.Tensor | None]
+    table: _Table, leaves: list[torch.Tensor], grads: list[torch.Tensor], outs: list[torch.Tensor | None]
 ) -> bool:
     given = [(out, leaf) for out, leaf in zip(outs, leaves, strict=True) if out is not None]
     return (
-        all_readable(leaves)
-        and all_readable(grads)
-        and all_readable([out for out, _ in given])
+        table.readable(leaves)
+        and table.readable(grads)
+        and table.readable([out for out, _ in given])
         and [leaf.numel() for leaf in leaves] == [grad.numel() for grad in grads]
         and all(out.numel() == leaf.numel() for out, leaf in given)
     )

@@ -58,11 +58,11 @@ class AdamRule:
         )
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """What the native kernel needs at this step (`AdamNumbers` in update_rules.h)."""
+        """What a kernel needs at this step (`Adam` in update_rules.h); `lr` as it is, a tensor stays one."""
         bias1, bias2 = (1 - self.beta1**step, 1 - self.beta2**step) if self.bias_correction else (1.0, 1.0)
         flags = 1 * self.decoupled + 2 * self.amsgrad
         return (
-            float(self.lr),
+            self.lr,  # type: ignore[return-value]
             self.beta1,
             self.beta2,
             self.eps,

@@ -7,6 +7,10 @@ Training BERT in 76 minutes", ICLR 2020, algorithm 2):
     p -= lr * r * u,   r = clamp(|p| / |u|, min_coeff, max_coeff), and 1 where |p| or |u| is 0
 
 The norms are those of the whole parameter, so the update is not elementwise: it needs parameters uncut.
+
+Parameters on a GPU go to the kernels of `multi_tensor_triton.py` (three launches for all of them), the others to
+torch's operations on lists, which say what the numbers are. Norms are summed in another order there, so the two agree
+to rounding: 1e-6 of a ratio in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +21,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.ops import multi_tensor
 from deepspeed.ops.optimizer_base import StateOptimizer, run_closure
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 # Parameters are taken together up to this many elements, which bounds the temporary memory (a larger one goes alone).
 _BATCH_NUMEL = 1 << 22
@@ -25,6 +32,8 @@ _BATCH_NUMEL = 1 << 22
 
 class FusedLamb(StateOptimizer):
     """LAMB with a clamped trust ratio. The arithmetic is fp32 (fp64 for fp64 parameters).
+
+    One launch for all norms and one for all updates where parameters are on a GPU.
 
     State per parameter: `exp_avg`, `exp_avg_sq` (shape of the parameter) and `step` (int).
 
@@ -78,6 +87,10 @@ class FusedLamb(StateOptimizer):
         }
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
 
+    # Whether the kernels for GPUs are used, None before the first use; tables of earlier steps.
+    _on_device: bool | None = None
+    _cache: multi_tensor.Cache | None = None
+
     _extra_attributes = (*StateOptimizer._extra_attributes, "eps_inside_sqrt", "_coeffs")
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -103,24 +116,81 @@ class FusedLamb(StateOptimizer):
             grad_norms: global norm of the (scaled) gradients of each group, for `max_grad_norm`; computed if None.
         """
         loss = run_closure(closure)
-        self._coeffs = []
         given_grads = _per_group(grads, len(self.param_groups), "grads")
         given_outputs = _per_group(output_params, len(self.param_groups), "output_params")
+        table: multi_tensor.DeviceTable | None = None
+        # The ratios of all pairs in order; None: the next one of the table.
+        ratios: list[torch.Tensor | None] = []
         for index, group in enumerate(self.param_groups):
             pairs = _pairs(group, given_grads[index])
             divisor = self._divisor(group, pairs, scale, None if grad_norms is None else grad_norms[index])
-            for batch in _batches(pairs):
-                self._update(group, batch, divisor)
-            outputs = given_outputs[index]
+            taken = [False] * len(pairs)
+            if pairs and self._uses_kernels(pairs):
+                table = table or multi_tensor.DeviceTable("fused_lamb", self._cache or multi_tensor.Cache())
+                taken = self._add(table, group, pairs, divisor)
+            found: list[torch.Tensor] = []
+            for batch in _batches([pair for pair, there in zip(pairs, taken, strict=True) if not there]):
+                found += self._update(group, batch, divisor)
+            others = iter(found)
+            ratios += [None if there else next(others) for there in taken]
+        of_table = iter(() if table is None else table.run())
+        self._coeffs = [next(of_table) if ratio is None else ratio for ratio in ratios]
+        for group, outputs in zip(self.param_groups, given_outputs, strict=True):
             if outputs is not None:
                 for target, param in zip(outputs, group["params"], strict=True):
                     target.copy_(param)
         return loss
 
+    def _uses_kernels(self, pairs: _Pairs) -> bool:
+        """Whether there are kernels for the device of these; asked once, when the first tensor off the CPU comes."""
+        if self._on_device is None:
+            device = next((param.device.type for param, _ in pairs if not param.is_cpu), None)
+            if device is None:
+                return False
+            self._on_device = multi_tensor.usable("fused_lamb", device)
+        self._cache = self._cache or multi_tensor.Cache()
+        return self._on_device
+
+    def _add(
+        self, table: multi_tensor.DeviceTable, group: dict[str, Any], pairs: _Pairs, divisor: float | torch.Tensor
+    ) -> list[bool]:
+        """Put what the kernels can take into the table; returns which pairs those were."""
+        taken = list(map(table.readable, pairs))
+        for (param, _), there in zip(pairs, taken, strict=True):
+            if there and not self.state[param]:
+                self._make_state(param)
+        for place, (param, _) in enumerate(pairs):
+            state = self.state[param]
+            taken[place] = taken[place] and table.readable((state["exp_avg"], state["exp_avg_sq"]))
+        rows = [pair for pair, there in zip(pairs, taken, strict=True) if there]
+        states = [self.state[param] for param, _ in rows]
+        for state in states:
+            state["step"] += 1
+        rules = {
+            step: table.add_rule(self._numbers(group, step, divisor)) for step in {state["step"] for state in states}
+        }
+        table.extend(
+            [param for param, _ in rows],
+            [grad for _, grad in rows],
+            [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")],
+            None,
+            [rules[state["step"]] for state in states],
+        )
+        return taken
+
+    def _numbers(self, group: dict[str, Any], step: int, divisor: float | torch.Tensor) -> tuple[Any, ...]:
+        """What the kernels need at this step (`_lamb_numbers` in multi_tensor.py)."""
+        beta1, beta2 = group["betas"]
+        bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+        return (
+            *(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], bias1, bias2),
+            *(group["min_coeff"], group["max_coeff"], divisor, self.eps_inside_sqrt),
+        )
+
     def _divisor(
         self,
         group: dict[str, Any],
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        pairs: _Pairs,
         scale: float,
         norm: float | torch.Tensor | None,
     ) -> float | torch.Tensor:
@@ -136,9 +206,10 @@ class FusedLamb(StateOptimizer):
     def _update(
         self,
         group: dict[str, Any],
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        pairs: _Pairs,
         divisor: float | torch.Tensor,
-    ) -> None:
+    ) -> list[torch.Tensor]:
+        """Update by torch; returns the ratios."""
         beta1, beta2 = group["betas"]
         work, grads, exp_avgs, exp_avg_sqs, originals = self._work_copies(pairs)
         if isinstance(divisor, torch.Tensor) or divisor != 1.0:
@@ -162,14 +233,14 @@ class FusedLamb(StateOptimizer):
             torch._foreach_add_(directions, work, alpha=group["weight_decay"])
 
         ratios = _trust_ratios(work, directions, group["min_coeff"], group["max_coeff"])
-        self._coeffs.extend(ratios)
         torch._foreach_mul_(directions, ratios)
         torch._foreach_mul_(directions, group["lr"])
         torch._foreach_sub_(work, directions)
         for original, copy in originals:
             original.copy_(copy)
+        return ratios
 
-    def _work_copies(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[Any], ...]:
+    def _work_copies(self, pairs: _Pairs) -> tuple[list[Any], ...]:
         """Tensors to compute with, fp32 unless the parameter is fp64, and the (original, copy) pairs to write back."""
         work: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
@@ -179,10 +250,7 @@ class FusedLamb(StateOptimizer):
         for param, grad in pairs:
             state = self.state[param]
             if not state:
-                self.check_param(param)
-                state["step"] = 0
-                state["exp_avg"] = self.new_state(param)
-                state["exp_avg_sq"] = self.new_state(param)
+                self._make_state(param)
             state["step"] += 1
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             grads.append(grad.to(dtype))
@@ -192,6 +260,13 @@ class FusedLamb(StateOptimizer):
                 if copy is not tensor:
                     originals.append((tensor, copy))
         return work, grads, exp_avgs, exp_avg_sqs, originals
+
+    def _make_state(self, param: torch.Tensor) -> None:
+        self.check_param(param)
+        state = self.state[param]
+        state["step"] = 0
+        state["exp_avg"] = self.new_state(param)
+        state["exp_avg_sq"] = self.new_state(param)
 
 
 def _trust_ratios(
@@ -206,7 +281,7 @@ def _trust_ratios(
     return ratios
 
 
-def _pairs(group: dict[str, Any], given: Sequence[Any] | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(group: dict[str, Any], given: Sequence[Any] | None) -> _Pairs:
     sources = [p.grad for p in group["params"]] if given is None else given
     pairs = [(p, g) for p, g in zip(group["params"], sources, strict=True) if g is not None]
     for param, grad in pairs:
@@ -217,9 +292,9 @@ def _pairs(group: dict[str, Any], given: Sequence[Any] | None) -> list[tuple[tor
     return pairs
 
 
-def _batches(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def _batches(pairs: _Pairs) -> list[_Pairs]:
     """Pairs of one device and dtype, together up to `_BATCH_NUMEL` elements."""
-    batches: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    batches: list[_Pairs] = []
     kind: tuple[torch.device, torch.dtype] | None = None
     room = -math.inf
     for param, grad in pairs:

@@ -26,9 +26,9 @@ _NATIVE = (torch.float32, torch.float64)
 
 
 def lion_numbers(group: dict[str, Any]) -> tuple[float, ...]:
-    """What the native kernel needs (`Lion` in update_rules.h)."""
+    """What a kernel needs (`Lion` in update_rules.h); `lr` as it is, a tensor stays one."""
     beta1, beta2 = group["betas"]
-    return float(group["lr"]), beta1, beta2, group["weight_decay"], 0.0, 0.0, 0.0, 0.0
+    return group["lr"], beta1, beta2, group["weight_decay"], 0.0, 0.0, 0.0, 0.0
 
 
 def lion_update_pairs(optimizer: StateOptimizer, group: dict[str, Any], pairs: Iterable[Pair]) -> None:

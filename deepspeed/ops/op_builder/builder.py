@@ -54,7 +54,7 @@ class OpBuilder:
             works = works or not problem
         return works
 
-    def load(self, verbose: bool = True) -> Any:
+    def load(self, verbose: bool = False) -> Any:
         """The object with the op's functions. Compiles the native library at the first use; without one, torch."""
         return self._functions()
 
@@ -90,7 +90,7 @@ class NotImplementedBuilder(OpBuilder):
             print(f"{self.asked}: not part of this version")
         return False
 
-    def load(self, verbose: bool = True) -> Any:
+    def load(self, verbose: bool = False) -> Any:
         """Raises ValueError: there is nothing to load."""
         from deepspeed.accelerator import get_accelerator
 

@@ -1,0 +1,408 @@
+"""Tables of tensors on a GPU, for the kernels that update all of them in one launch (`multi_tensor_triton.py`).
+
+Owns: which tensors may be walked, the rows and units on the device and when they are made anew, the fp32 numbers of a
+rule, whether the kernels can be used here. Does not own: the arithmetic, and what is done with other tensors
+(`row_optimizer.py`, `lamb/fused_lamb.py`).
+
+Invariants:
+- A table on the device is used again only while every address, size, dtype and rule number in it is the same. It is
+  compared in each step, so tensors may be replaced at any time.
+- Nothing here waits for the device: what changes goes there from locked memory, on the stream of the kernels.
+- Tensors of a row have one device and one number of elements, or nothing is launched.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from deepspeed.native.build import switched_off
+from deepspeed.ops.native_kernels import KINDS
+from deepspeed.utils.logging import warning_once
+
+__all__ = ["SWITCH", "Batch", "Cache", "DeviceTable", "problem", "usable"]
+
+SWITCH = "multi_tensor"
+"""`DS_SKIP_MULTI_TENSOR=1` turns the kernels off, as a library's name does for native code."""
+NUMBERS = 12
+"""fp32 numbers of a rule; which is which, the kernels say."""
+_SCALE = 7
+_ROW = 8  # int64 of a row
+_WIDE = 16  # bytes of the widest load
+_OLDEST_CAPABILITY = (8, 0)  # sm_80; the kernels are not built for older ones
+
+# Types of devices whose memory the kernels can walk (triton's interpreter: the host's, in tests).
+_DEVICES = {"cuda"}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_data_ptr, _is_contiguous, _numel = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.numel
+_get_device = torch.Tensor.get_device
+
+# One launch per kind: dtypes of param, grad, states and copy (None: there is none), form of the rule, alignment.
+_Dtypes = tuple[torch.dtype | None, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one kind on their device.
+
+    rows: int64 [count, 8]. units: int32 [unit_count], the row of each. dtypes: of param, grad, two states, copy.
+    form: a flag of the rule that the kernel is compiled for.
+    """
+
+    rows: torch.Tensor
+    units: torch.Tensor
+    count: int
+    unit_count: int
+    dtypes: _Dtypes
+    form: bool
+    aligned: bool
+
+
+@dataclass(frozen=True)
+class _Kept:
+    content: array.array[int]
+    stream: int
+    batch: Batch
+
+
+class Cache:
+    """Tables that are on a device already, of one optimizer. Bounded: the oldest is dropped."""
+
+    LIMIT = 256  # an optimizer driven unit by unit has one table per unit
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, _Kept] = {}
+        self.uploads = 0
+
+    def batch(self, key: Any, content: array.array[int], make: Callable[[_Kept | None], Batch], stream: int) -> Batch:
+        """The batch kept under `key` if it was made of `content` on `stream`, else a new one."""
+        kept = self._kept.get(key)
+        if kept is not None and kept.stream == stream and kept.content == content:
+            return kept.batch
+        self.uploads += 1
+        made = make(kept if kept is not None and kept.stream == stream else None)
+        self._kept.pop(key, None)
+        if len(self._kept) >= self.LIMIT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = _Kept(content, stream, made)
+        return made
+
+
+# ---- numbers of rules
+
+
+# What the optimizers' rules say (in the order of `native/csrc/update_rules.h`), as the kernels want it. The first
+# number, lr, may be a 0-dim tensor on the device: then so are the results that depend on it.
+_Number = Any
+
+
+def _lerp_coefficient(weight: float) -> float:
+    """What `Weight` of update_rules.h holds: the weight in fp32, counted from the nearer end."""
+    (weight,) = array.array("f", [weight])
+    return weight if weight < 0.5 else weight - 1.0
+
+
+def _adam_numbers(n: Sequence[_Number]) -> tuple[list[_Number], bool]:
+    lr, beta1, beta2, eps, decay, bias1, root_of_bias2, flags = n
+    decoupled = bool(int(flags) & 1)
+    factor = 1.0 - lr * decay if decoupled else decay
+    found = [_lerp_coefficient(1.0 - beta1), beta2, 1.0 - beta2, eps, factor, -(lr / bias1), root_of_bias2]
+    return found, decoupled
+
+
+def _lion_numbers(n: Sequence[_Number]) -> tuple[list[_Number], bool]:
+    lr, beta1, beta2, decay, *_ = n
+    return [_lerp_coefficient(1.0 - beta1), _lerp_coefficient(1.0 - beta2), lr, 1.0 - lr * decay], False
+
+
+def _lamb_numbers(n: Sequence[_Number]) -> tuple[list[_Number], bool]:
+    lr, beta1, beta2, eps, decay, bias1, bias2, low, high, divisor, inside = n
+    found = [_lerp_coefficient(1.0 - beta1), beta2, 1.0 - beta2, eps, decay, lr, bias1, divisor, bias2, low, high]
+    return found, bool(inside)
+
+
+@dataclass(frozen=True)
+class _Op:
+    """An optimizer with kernels. launch: name of the function in `multi_tensor_triton`; states: how many there are."""
+
+    launch: str
+    states: int
+    numbers: Callable[[Sequence[_Number]], tuple[list[_Number], bool]]
+    optimizer: str
+
+
+_OPS = {
+    "fused_adam": _Op("adam", 2, _adam_numbers, "deepspeed.ops.adam.fused_adam:FusedAdam"),
+    "fused_lion": _Op("lion", 1, _lion_numbers, "deepspeed.ops.lion.fused_lion:FusedLion"),
+    "fused_lamb": _Op("lamb", 2, _lamb_numbers, "deepspeed.ops.lamb.fused_lamb:FusedLamb"),
+}
+
+
+# ---- the table of one call
+
+
+class DeviceTable:
+    """Rows of tensors for one call of the kernels of `op` ("fused_adam", ...); answers as `native_kernels.Table`."""
+
+    def __init__(self, op: str, cache: Cache) -> None:
+        self._op = _OPS[op]
+        self._cache = cache
+        self._rules: list[list[_Number]] = []
+        self._forms: list[bool] = []
+        # device index -> kind -> [addresses of five places, numel, rule, place in the table], a column each
+        self._kinds: dict[int, dict[tuple[_Dtypes, bool, bool], list[list[int]]]] = {}
+        self._written: list[list[torch.Tensor]] = []
+        self._kept: list[Any] = []
+        self._count = 0
+
+    def takes(self, states: int) -> bool:
+        """Whether the kernels know a rule with so many states."""
+        return states == self._op.states
+
+    @staticmethod
+    def readable(tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernels may walk the memory of all these tensors: plain, contiguous, on a GPU, of known dtype."""
+        try:
+            return (
+                _PLAIN.issuperset(map(type, tensors))
+                and KINDS.keys() >= {tensor.dtype for tensor in tensors}
+                and {tensor.device.type for tensor in tensors} <= _DEVICES
+                and all(map(_is_contiguous, tensors))
+            )
+        except RuntimeError:  # a layout without strides
+            return False
+
+    def add_rule(self, numbers: Sequence[_Number]) -> int:
+        """Take the numbers of a rule; returns the rule's number. Those that are tensors on a device stay there."""
+        numbers = [_number(value) for value in numbers]
+        found, form = self._op.numbers(numbers)
+        # Gradients are multiplied by the scale that `run` gets; LAMB divides them by one of its numbers.
+        self._rules.append(found + [1.0] * (NUMBERS - len(found)))
+        self._forms.append(form)
+        return len(self._rules) - 1
+
+    def extend(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: list[list[torch.Tensor]],
+        outs: list[torch.Tensor | None] | None,
+        rules: list[int],
+    ) -> None:
+        """Add a row per parameter, of readable tensors; arguments as those of `native_kernels.Table.extend`.
+
+        Raises:
+            ValueError: tensors of a row differ in device or number of elements; nothing was added.
+        """
+        if not params:
+            return
+        columns: list[Sequence[torch.Tensor | None]] = [params, grads, *states]
+        columns += [[None] * len(params)] * (4 - len(columns))
+        columns.append([None] * len(params) if outs is None else outs)
+        sizes, devices = list(map(_numel, params)), list(map(_get_device, params))
+        for column in columns[1:]:
+            _check_column(column, sizes, devices)
+        addresses = [
+            [0] * len(sizes) if column[0] is None and column is not columns[4] else list(map(_address, column))
+            for column in columns
+        ]
+        dtypes = list(zip(*([None if t is None else t.dtype for t in column] for column in columns), strict=True))
+        aligned = [not functools.reduce(operator.or_, row) % _WIDE for row in zip(*addresses, strict=True)]
+        forms = [self._forms[rule] for rule in rules]
+        values = zip(*addresses, sizes, rules, range(self._count, self._count + len(sizes)), strict=True)
+        for device, kind, row in zip(devices, zip(dtypes, forms, aligned, strict=True), values, strict=True):
+            found = self._kinds.setdefault(device, {}).setdefault(kind, [[] for _ in row])
+            for column_of_kind, value in zip(found, row, strict=True):
+                column_of_kind.append(value)
+        self._count += len(sizes)
+        self._written.append(params)
+        if outs is not None:
+            self._written.append([out for out in outs if out is not None])
+        self._kept.append((grads, states))
+
+    def run(self, scale: float | torch.Tensor = 1.0) -> list[torch.Tensor]:
+        """Launch: one kernel per kind of row (LAMB: three). scale: factor of the gradients, for Adam and Lion.
+
+        Returns what the kernels give back per row (LAMB: the ratios), 0-dim tensors in the order of the rows.
+        """
+        results: list[Any] = [None] * self._count
+        launch = getattr(_kernels(), self._op.launch)
+        for device, kinds in self._kinds.items():
+            with _device(device) as place:
+                numbers = self._upload_numbers(place, scale)
+                for kind, columns in kinds.items():
+                    given = launch(self._batch(place, kind, columns), numbers)
+                    if given is not None:
+                        for at, value in zip(columns[7], given.unbind(), strict=True):
+                            results[at] = value
+        for tensors in self._written:
+            torch.autograd.graph.increment_version(tensors)
+        return results
+
+    def _batch(self, device: torch.device, kind: tuple[_Dtypes, bool, bool], columns: list[list[int]]) -> Batch:
+        count = len(columns[0])
+        content = array.array("q", bytes(8 * _ROW * count))
+        for place in range(7):
+            content[place::_ROW] = array.array("q", columns[place])
+        chunk: int = _kernels().CHUNK
+        units = [-(-numel // chunk) for numel in columns[5]]
+        content[7::_ROW] = array.array("q", _starts(units))
+
+        def make(before: _Kept | None) -> Batch:
+            rows = _upload(content, torch.int64, device)
+            total = sum(units)
+            if before is not None and before.content[7::_ROW] == content[7::_ROW] and before.batch.unit_count == total:
+                of_units = before.batch.units  # addresses change more often than sizes
+            else:
+                of_units = _upload_units(units, device)
+            return Batch(rows, of_units, count, total, *kind)
+
+        return self._cache.batch((device, kind, columns[0][0], count), content, make, _stream(device))
+
+    def _upload_numbers(self, device: torch.device, scale: float | torch.Tensor) -> torch.Tensor:
+        """The numbers of all rules, fp32 [rules, 12] on the device."""
+        scaled = not (isinstance(scale, float) and scale == 1.0)
+        rules = [[*rule[:_SCALE], scale, *rule[_SCALE + 1 :]] if scaled else rule for rule in self._rules]
+        plain = [0.0 if isinstance(value, torch.Tensor) else float(value) for rule in rules for value in rule]
+        found = _upload(torch.tensor(plain, dtype=torch.float64).float(), torch.float32, device).view(-1, NUMBERS)
+        for row, rule in enumerate(rules):
+            for place, value in enumerate(rule):
+                if isinstance(value, torch.Tensor):
+                    found[row, place].copy_(value.reshape(()), non_blocking=True)
+        return found
+
+
+def _number(value: _Number) -> _Number:
+    """A number of a rule; a tensor that is not in host memory stays there, in fp64."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.detach().double()
+    return float(value)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _check_column(column: Sequence[torch.Tensor | None], sizes: list[int], devices: list[int]) -> None:
+    for tensor, numel, device in zip(column, sizes, devices, strict=True):
+        if tensor is not None and (tensor.numel() != numel or tensor.get_device() != device):
+            raise ValueError(
+                f"multi-tensor kernel: tensor of shape {tuple(tensor.shape)} on {tensor.device} beside a parameter of "
+                f"{numel} elements on device {device}; expected as many elements on the same device"
+            )
+
+
+def _starts(units: list[int]) -> list[int]:
+    found, total = [], 0
+    for count in units:
+        found.append(total)
+        total += count
+    return found
+
+
+def _upload_units(units: list[int], device: torch.device) -> torch.Tensor:
+    """The row of each unit, int32."""
+    content = array.array("i")
+    for row, count in enumerate(units):
+        content.extend(array.array("i", [row]) * count)
+    return _upload(content, torch.int32, device) if content else torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On the device without waiting: locked memory is handed out again only when the copy has left it."""
+    host = values if isinstance(values, torch.Tensor) else torch.frombuffer(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class _device:
+    """Makes a device (by its index; -1 is the host's memory, in triton's interpreter) the current one."""
+
+    def __init__(self, index: int) -> None:
+        self.place = torch.device("cpu") if index < 0 else torch.device("cuda", index)
+        self._guard = None if index < 0 else torch.cuda.device(index)
+
+    def __enter__(self) -> torch.device:
+        if self._guard is not None:
+            self._guard.__enter__()
+        return self.place
+
+    def __exit__(self, *problem: Any) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(*problem)
+
+
+def _stream(device: torch.device) -> int:
+    """The stream whose order protects a table; on another one its upload might not have happened yet."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+# ---- whether they can be used
+
+
+def problem(op: str, device: str) -> str:
+    """Why the kernels of `op` cannot be used for tensors on a type of device; empty when they can.
+
+    The first call that gets so far compiles them and compares one step with torch on the device (1 to 3 seconds, and a
+    fraction of one once triton has them in its cache).
+    """
+    if device not in _DEVICES:
+        return f"for tensors on {' or '.join(sorted(_DEVICES))}, not on {device}"
+    return switched_off(op) or switched_off(SWITCH) or _missing(device) or _trial(op, device)
+
+
+def usable(op: str, device: str) -> bool:
+    """Whether the kernels are used for `op` on such a device; says once why not, where it is a GPU."""
+    reason = problem(op, device)
+    if reason and device == "cuda":
+        warning_once(f"{op}: torch's kernels instead of one launch for all tensors: {reason}")
+    return not reason
+
+
+@functools.cache
+def _missing(device: str) -> str:
+    try:
+        _kernels()
+    except ImportError as failure:
+        return f"triton cannot be imported ({failure}); it comes with torch's GPU wheels"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "no GPU here"
+    if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() < _OLDEST_CAPABILITY:
+        return f"compute capability {torch.cuda.get_device_capability()} is below {_OLDEST_CAPABILITY}"
+    return ""
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return import_module("deepspeed.ops.multi_tensor_triton")
+
+
+@functools.cache
+def _trial(op: str, device: str) -> str:
+    """Two steps of small tensors, by the kernels and by torch: a kernel that fails or errs here is not taken."""
+    module, _, name = _OPS[op].optimizer.partition(":")
+    make = getattr(import_module(module), name)
+    results = []
+    for by_kernels in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in (5, 10_007)]
+        optimizer = make(params, lr=0.1, weight_decay=0.1)
+        optimizer._on_device = by_kernels
+        try:
+            for _ in range(2):
+                for param in params:
+                    param.grad = torch.randn(param.numel(), generator=generator).to(device)
+                optimizer.step()
+            results.append(torch.cat([param.detach() for param in params]).cpu())
+        except Exception as failure:  # of any compiler or driver: torch serves
+            return f"one step on this device failed: {type(failure).__name__}: {failure}".splitlines()[0]
+    off = float((results[0] - results[1]).abs().max())
+    # Values are up to 4 and steps of 0.1; a sign of Lion may flip where the momentum cancels, but not with this seed.
+    return "" if off < 1e-5 else f"one step on this device is {off:.1e} off torch's"
