@@ -19,6 +19,7 @@ class GradAccumulation:
     steps: int
     managed: bool = True
     micro_steps: int = 0
+    passes: int = 0  # backward passes in the present window
     origin: int = 0  # micro_steps at the start of some window of the present length
     forced: bool | None = None  # set_gradient_accumulation_boundary
     in_no_sync: bool = False
@@ -30,6 +31,12 @@ class GradAccumulation:
         if not self.managed:
             return True
         return (self.in_window + 1) % self.steps == 0
+
+    def is_complete(self) -> bool:
+        """True when the window may be stepped on: at its boundary, or with a backward pass for each micro-step."""
+        if self.forced is not None:
+            return self.forced
+        return self.is_boundary() or self.passes >= self.steps
 
     def force(self, is_boundary: bool | None) -> None:
         self.forced = is_boundary
@@ -52,12 +59,22 @@ class GradAccumulation:
     def begin_window_at(self, micro_steps: int) -> None:
         """Set the counter, for example from a checkpoint; the next micro-step is the first of a window."""
         self.micro_steps = self.origin = micro_steps
+        self.passes = 0
 
     def finish_micro_step(self) -> None:
         """After ``step()``. A boundary set by hand ends its window wherever it stands, and the next one begins."""
+        if self.is_boundary():
+            self.passes = 0
         self.micro_steps += 1
         if self.forced:
             self.origin = self.micro_steps
+
+    def finish_window(self) -> None:
+        """After an update wherever the counter stands: micro-steps that were not counted one by one are counted."""
+        if self.managed and not self.forced:
+            self.micro_steps += self.steps - 1 - self.in_window
+        self.passes = 0
+        self.finish_micro_step()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

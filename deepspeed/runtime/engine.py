@@ -20,6 +20,7 @@ from torch import nn
 
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.callbacks import CallbackList
+from deepspeed.runtime.client_steps import ClientSteps
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.engine_history import EngineHistory
@@ -107,6 +108,7 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
             self.zero_optimizer.should_reduce = self._should_reduce
             self.zero_optimizer.at_boundary = self.accumulation.is_boundary
             self.zero_optimizer.on_raw_begin = self._on_raw_begin
+            self.zero_optimizer.client_steps = self._client_steps = ClientSteps(self)
         self._follow_accumulation()
 
     def _follow_accumulation(self) -> None:
@@ -157,6 +159,7 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
             divisor = 1  # the whole window is divided at its boundary
         else:
             self._window_mode = "managed"
+        self.accumulation.passes += 1
         if divisor != 1:
             loss = loss / divisor
         optimizer.backward(loss, retain_graph=retain_graph)
@@ -185,6 +188,7 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
             optimizer.rescale_grads(float(self.accumulation.loss_divisor))
         optimizer.grad_multiplier = 1.0 / self.accumulation.loss_divisor
         self._window_mode = "raw"
+        self.accumulation.passes += 1
 
     def _should_reduce(self) -> bool:
         if self.accumulation.in_no_sync:
@@ -255,16 +259,19 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
         divisor = self.accumulation.loss_divisor
         if divisor > 1 and self._window_mode != "managed":
             optimizer.grad_multiplier = 1.0 / divisor
-        (optimizer if self._assigned is None else self.optimizer).step()
+        with self._client_steps.by_engine():
+            (optimizer if self._assigned is None else self.optimizer).step()
+        self.count_update()
+        if self._step_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def count_update(self) -> None:
+        """After the optimizer's step at the end of a window: counters move, and the next window may begin."""
         self._window_mode, self._user_scaled = None, False
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        if optimizer.overflow:
-            self.skipped_steps += 1
-        else:
-            self._step_applied = True
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
+        self._step_applied = not self.zero_optimizer.overflow
+        self.skipped_steps += not self._step_applied
 
     def _adopt_unfrozen(self) -> None:
         names = self.zero_optimizer.adopt_unfrozen()
@@ -279,8 +286,8 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window, those already reduced included. The micro-step counter does not move."""
         if self.zero_optimizer is not None:
-            self.zero_optimizer.zero_grad()
-            self._window_mode = None
+            self.zero_optimizer.clear_window()
+            self._window_mode, self.accumulation.passes = None, 0
         for param in self.module.parameters():
             param.grad = None
 

@@ -48,7 +48,7 @@ LINES = {
     """,
     "axolotl": """
         from deepspeed.utils import set_z3_leaf_modules
-        -from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
     """,
     "llamafactory": "from deepspeed.utils import set_z3_leaf_modules",
     "ms-swift": """
@@ -171,7 +171,7 @@ LINES = {
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         -from deepspeed.runtime.engine import MoE
         -from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
-        -from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, TiledFusedLogitsLoss
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, TiledFusedLogitsLoss
     """,
 }
 ROWS = [(client, line.strip()) for client, text in LINES.items() for line in text.splitlines() if line.strip()]

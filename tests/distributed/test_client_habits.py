@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
 
 def start(stage: int, model: nn.Module | None = None, **top: Any) -> Any:
@@ -104,3 +105,101 @@ def test_an_engine_that_only_evaluates_ignores_the_schedule(ranks: Callable[...,
     """Trainer.evaluate() takes the optimizer out of the config and leaves the schedule in."""
     first, second = ranks(evaluates_with_a_schedule_in_the_file, stage)
     assert torch.equal(first, second)
+
+
+def steps_the_optimizer(stage: int, way: str) -> list[torch.Tensor]:
+    """Two windows of two micro-steps, each of another size of loss; the weights after each window."""
+    engine = start(stage, gradient_accumulation_steps=2)
+    told: list[str] = []
+    engine._client_steps._tell = told.append
+    found = []
+    for number in range(4):
+        inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        loss = engine(inputs).square().mean() * (1 + number)
+        if way == "loss.backward":
+            loss.backward()
+        else:
+            engine.backward(loss)
+        if way == "engine":
+            engine.step()
+        elif way != "once" or number % 2:
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        if number % 2:
+            assert (engine.global_steps, engine.micro_steps) == ((number + 1) // 2, number + 1)
+            found += [deepspeed.utils.safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+    assert len(told) == (2 if way in ("every micro-step", "loss.backward") else 0)
+    assert not told or "nothing is updated before the last" in told[0]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_stepping_the_optimizer_keeps_the_windows(ranks: Callable[..., Any], stage: int) -> None:
+    """As Lightning Fabric and plain loops do; a step in mid-window was an update with a part of the gradients."""
+    expected = ranks(steps_the_optimizer, stage, "engine")[0]
+    for way in ("every micro-step", "once", "loss.backward"):
+        for found in ranks(steps_the_optimizer, stage, way):
+            assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True)), way
+
+
+def drops_part_of_a_window() -> list[str]:
+    engine = start(2, gradient_accumulation_steps=2)
+    told: list[str] = []
+    engine._client_steps._tell = told.append
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 6)).square().mean())
+        engine.step()
+        engine.optimizer.zero_grad()
+    engine.destroy()
+    return told
+
+
+def test_dropping_part_of_a_window_is_told(ranks: Callable[..., Any]) -> None:
+    for told in ranks(drops_part_of_a_window):
+        assert len(told) == 1
+        assert "drops the gradients" in told[0]
+
+
+def moves_where_it_is() -> None:
+    model = start(3).module
+    for device in ("cpu", "cpu:0", torch.device("cpu", 0)):
+        model.to(device)
+    assert model.to("cpu:0", torch.float32)[0].weight.device == torch.device("cpu")
+
+
+def test_a_sharded_model_is_moved_to_its_own_device_by_another_name(ranks: Callable[..., Any]) -> None:
+    ranks(moves_where_it_is)
+
+
+class TiledBlock(nn.Module):
+    """A linear layer, then an MLP whose forward a client has replaced by one in tiles."""
+
+    def __init__(self, tiles: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.tiles = tiles
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return TiledMLP.apply(nn.Sequential.forward, self.mlp, self.first(x), self.tiles, list(self.mlp.parameters()))
+
+
+def trains_in_tiles(stage: int, tiles: int) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    engine = start(stage, TiledBlock(tiles), gradient_accumulation_steps=2)
+    for number in range(4):
+        inputs = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+    found = [deepspeed.utils.safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_a_block_in_tiles_trains_as_the_whole(ranks: Callable[..., Any], stage: int) -> None:
+    whole = ranks(trains_in_tiles, stage, 1)[0]
+    for found in ranks(trains_in_tiles, stage, 3):
+        for mine, other in zip(found, whole, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)  # positions are added in another order

@@ -105,6 +105,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.zenflow: ZenFlow | None = None
         self.await_readers: Callable[[], None] = lambda: None  # returns when no thread reads masters and states
         self.on_raw_begin: Callable[[], None] = lambda: None
+        self.client_steps: Any = None  # the engine's view of step() and zero_grad() called here
         self.peak_bytes: dict[str, int] = {}
         self._windows_measured = 0
         self._told_unread = False
@@ -394,6 +395,13 @@ class ZeroOptimizer(ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("optimizer.step(closure) is not supported: run forward and backward before step()")
+        if self.client_steps is None:
+            self.update()
+        else:
+            self.client_steps.step(self.update)
+
+    def update(self) -> None:
+        """:meth:`step` wherever the engine's window stands."""
         self.away.refuse("step")
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
@@ -446,8 +454,12 @@ class ZeroOptimizer(ZeROOptimizer):
         self.grad_multiplier = 1.0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients of the window, those already reduced into shards included."""
-        self.clear_window()
+        """Drop all gradients of the window, those already reduced into shards included.
+
+        Right after a :meth:`step` that only counted a micro-step they are kept, as the window goes on.
+        """
+        if self.client_steps is None or not self.client_steps.keep_window():
+            self.clear_window()
 
     # ---- looking at parameters -------------------------------------------------------------------------------------
 
@@ -573,6 +585,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.sharding = None  # the engine's, which gives the parameters back
         self.reducer = LocalGrads([])
         self.should_reduce, self.on_raw_begin = (lambda: True), (lambda: None)
+        self.client_steps = None
         self.await_readers = lambda: None
 
 

@@ -221,7 +221,10 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     held = args[0]
     with _NO_DISPATCH():
         probe = held.data if isinstance(held, nn.Parameter) else held.as_subclass(torch.Tensor)
-        if func(probe, *args[1:], **kwargs) is probe:
+        found = func(probe, *args[1:], **kwargs)
+        # torch converts from "cpu" to "cpu:0" by copying, though the host is one device
+        same_host = found.device.type == probe.device.type == "cpu" and found.dtype == probe.dtype
+        if found is probe or (same_host and not kwargs.get("copy", False)):
             return held
     return _with_values(func, args, kwargs)
 
