@@ -173,9 +173,53 @@ def _distillation(models: Path, given: dict[str, Any]) -> Any:
     )
 
 
+def _online_dpo(models: Path, given: dict[str, Any]) -> Any:
+    """Experimental in TRL: two texts of the policy are judged at every step.
+
+    Without accumulation: this trainer adds the losses of a window under DDP, where DeepSpeed takes their mean.
+    """
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    given = {**given, "gradient_accumulation_steps": 1}
+    arguments = OnlineDPOConfig(**given, max_new_tokens=6, max_length=16, missing_eos_penalty=1.0, beta=0.5)
+    policy, words = loaded(models / "policy"), tokenizer()
+    return OnlineDPOTrainer(
+        policy, loaded(models / "other"), evenness, arguments, train_dataset=rows("grpo"), processing_class=words
+    )
+
+
+def _orpo(models: Path, given: dict[str, Any]) -> Any:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    arguments = ORPOConfig(**given, max_length=16, max_completion_length=8)
+    return ORPOTrainer(loaded(models / "policy"), arguments, train_dataset=rows("dpo"), processing_class=tokenizer())
+
+
+def _gkd(models: Path, given: dict[str, Any]) -> Any:
+    """Half of the texts are the student's own."""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    arguments = GKDConfig(**given, max_new_tokens=6, max_length=16, lmbda=0.5)
+    turns = [
+        {"messages": [{"role": "user", "content": _text(n, 4)}, {"role": "assistant", "content": _text(n + 4, 3)}]}
+        for n in range(ROWS)
+    ]
+    words = tokenizer()
+    words.chat_template = (
+        "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}{% generation %}<eos>"
+        "{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    from datasets import Dataset
+
+    return GKDTrainer(
+        loaded(models / "policy"), loaded(models / "other"), arguments, train_dataset=Dataset.from_list(turns),
+        processing_class=words,
+    )  # fmt: skip
+
+
 KINDS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
     "sft": _sft, "tied": _tied, "dpo": _dpo, "dpo-ahead": _dpo_ahead, "reward": _reward, "kto": _kto, "grpo": _grpo,
-    "rloo": _rloo, "distillation": _distillation,
+    "rloo": _rloo, "distillation": _distillation, "online-dpo": _online_dpo, "orpo": _orpo, "gkd": _gkd,
 }  # fmt: skip
 
 
