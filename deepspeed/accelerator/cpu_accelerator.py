@@ -172,6 +172,11 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def LongTensor(self) -> Any:
         return torch.LongTensor
 
+    # Ops
+
+    def create_op_builder(self, op_name: str) -> Any:  # the historical name of the argument here
+        return super().create_op_builder(op_name)
+
     # Environment of worker processes
 
     def visible_devices_envs(self) -> list[str]:

@@ -137,6 +137,11 @@ class MPS_Accelerator(DeepSpeedAccelerator):
     def is_fp64_supported(self) -> bool:
         return False
 
+    # Ops
+
+    def create_op_builder(self, op_name: str) -> Any:  # the historical name of the argument here
+        return super().create_op_builder(op_name)
+
     # Environment of worker processes
 
     def visible_devices_envs(self) -> list[str]:

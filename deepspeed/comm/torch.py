@@ -21,11 +21,9 @@ class TorchBackend:
     """Makes the process group unless there is one, then offers the collectives as methods."""
 
     all_gather = staticmethod(comm.all_gather)
-    all_gather_into_tensor = staticmethod(comm.all_gather_into_tensor)
     all_gather_object = staticmethod(comm.all_gather_object)
     all_reduce = staticmethod(comm.all_reduce)
     all_to_all = staticmethod(comm.all_to_all)
-    all_to_all_single = staticmethod(comm.all_to_all_single)
     barrier = staticmethod(comm.barrier)
     broadcast = staticmethod(comm.broadcast)
     broadcast_object_list = staticmethod(comm.broadcast_object_list)
@@ -44,7 +42,6 @@ class TorchBackend:
     recv = staticmethod(comm.recv)
     reduce = staticmethod(comm.reduce)
     reduce_scatter = staticmethod(comm.reduce_scatter)
-    reduce_scatter_tensor = staticmethod(comm.reduce_scatter_tensor)
     scatter = staticmethod(comm.scatter)
     send = staticmethod(comm.send)
 
@@ -67,6 +64,36 @@ class TorchBackend:
             rank=rank,
             world_size=world_size,
         )
+
+    @staticmethod
+    def all_gather_into_tensor(
+        output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        """``comm.all_gather_into_tensor``, whose second argument has another name here."""
+        return comm.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+    @staticmethod
+    def reduce_scatter_tensor(
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        op: Any = comm.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """``comm.reduce_scatter_tensor``, whose second argument has another name here."""
+        return comm.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+    @staticmethod
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """``comm.all_to_all_single``, whose second argument has another name here."""
+        return comm.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
     @staticmethod
     def is_initialized() -> bool:

@@ -1,6 +1,7 @@
 """Section `flops_profiler`: counting the operations of one training step."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -12,6 +13,10 @@ class DeepSpeedFlopsProfilerConfig(DeepSpeedConfigModel):
     """`flops_profiler`: operations, parameters and time per module."""
 
     keeps_unknown_keys = True
+
+    def __init__(self, param_dict: Mapping[str, Any] | None = None, strict: bool = False, **data: Any) -> None:
+        """Build from keywords, or from the section `flops_profiler` of a whole config, as older callers do."""
+        super().__init__(strict, **{**((param_dict or {}).get("flops_profiler") or {}), **data})
 
     enabled: Flag = False
     """Profile one step; also turns wall_clock_breakdown on. Example: true."""

@@ -14,12 +14,13 @@ import torch
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """Marker base. ``optimizer`` is the wrapped torch optimizer."""
+    """Marker base. ``optimizer`` is the wrapped torch optimizer; a subclass of a client may set it later."""
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        if optimizer is not None:
+            self.optimizer = optimizer
         # What torch's constructor would have made, as far as its methods and the schedulers look at it.
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()

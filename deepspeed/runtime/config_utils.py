@@ -61,9 +61,13 @@ class DeepSpeedConfigModel(BaseModel):
         """Build from keywords; entries equal to "auto" fall back to the default unless `strict`.
 
         Raises:
+            TypeError: `strict` is no bool: a mapping goes in as keywords.
             pydantic.ValidationError: a field is unknown or has a value it does not take.
             DeepSpeedConfigError: a deprecated field is set together with its replacement.
         """
+        if not isinstance(strict, bool):
+            name = type(self).__name__
+            raise TypeError(f"{name}: found {show(strict)} as `strict`, expected a bool; write {name}(**values)")
         if not strict:
             data = {key: value for key, value in data.items() if not drops_auto(type(self), key, value)}
         for move in list(deprecated_moves(type(self), data)):

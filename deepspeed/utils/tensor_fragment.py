@@ -174,13 +174,13 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    params: list[nn.Parameter], update: Callable[[torch.Tensor], torch.Tensor]
+    param_list: list[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """``grad = update(grad)`` for every parameter that has one. Collective."""
-    for param in params:
+    """``grad = update_func(grad, param)`` for every parameter that has one. Collective."""
+    for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
-            safe_set_full_grad(param, update(grad))
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 # ---- this rank's elements ------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Section `activation_checkpointing`: what `deepspeed.checkpointing` does with saved activations."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -12,6 +13,10 @@ class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
     """`activation_checkpointing`: takes effect where the model calls `deepspeed.checkpointing.checkpoint`."""
 
     keeps_unknown_keys = True
+
+    def __init__(self, param_dict: Mapping[str, Any] | None = None, strict: bool = False, **data: Any) -> None:
+        """Build from keywords, or from `activation_checkpointing` of a whole config, as older callers do."""
+        super().__init__(strict, **{**((param_dict or {}).get("activation_checkpointing") or {}), **data})
 
     partition_activations: Flag = False
     """Shard saved activations over the model-parallel ranks. Example: true."""

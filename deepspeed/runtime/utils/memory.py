@@ -42,14 +42,14 @@ def empty_cache() -> None:
     get_accelerator().reset_peak_memory_stats()
 
 
-def torch_memory_reserved() -> int:
-    """Bytes that the device's allocator holds."""
-    return get_accelerator().memory_reserved()
+def torch_memory_reserved(device_index: int | None = None) -> int:
+    """Bytes that the allocator of a device holds; None is the current one."""
+    return get_accelerator().memory_reserved(device_index)
 
 
-def torch_max_memory_reserved() -> int:
-    """Largest number of bytes that the device's allocator has held."""
-    return get_accelerator().max_memory_reserved()
+def torch_max_memory_reserved(device_index: int | None = None) -> int:
+    """Largest number of bytes that the allocator of a device has held; None is the current one."""
+    return get_accelerator().max_memory_reserved(device_index)
 
 
 def get_ma_status() -> int:

@@ -67,7 +67,10 @@ class DeepSpeedTensorOverride(Enum):
 
 DEFAULT_TENSOR_OVERRIDES = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
 
-get_all_subclasses = all_subclasses
+
+def get_all_subclasses(cls: type, include_root: bool = True) -> set[type]:
+    """Every class below ``cls``; with ``include_root`` itself too."""
+    return all_subclasses(cls) | ({cls} if include_root else set())
 
 
 def zero_wrapper_for_fp_tensor_constructor(

@@ -278,8 +278,8 @@ def scalar_device(key: str, leaf: torch.Tensor, settings: dict[str, Any]) -> tor
     return torch.device("cpu") if on_host else leaf.device
 
 
-def load_shard_state(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
-    """Take back what :func:`shard_state` gave, on a rank with the same fragments.
+def load_shard_state(optimizer: ZeroOptimizer, state: dict[str, Any], states: bool = True) -> None:
+    """Take back what :func:`shard_state` gave, on a rank with the same fragments; without ``states`` masters alone.
 
     Raises ValueError when the fragments differ (another number of ranks, stage or bucket size: those are what
     ``engine.load_checkpoint`` is for); nothing is changed then.
@@ -293,25 +293,30 @@ def load_shard_state(optimizer: ZeroOptimizer, state: dict[str, Any]) -> None:
     stage = int(state[keys.ZERO_STAGE])
     encoded, flat = state[base_state_key(stage)], state[masters_key(stage)]
     optimizer.absorb_edits()  # weights edited before this call are overwritten by it, not the other way round
-    for index, saved in enumerate(encoded[keys.PARAM_GROUPS]):
+    for index, saved in enumerate(encoded[keys.PARAM_GROUPS] if states else ()):
         restore_hyper_parameters(optimizer, index, saved)
     for number, group in enumerate(optimizer.groups):
-        _load_group(optimizer, group, encoded["state"][number], state[keys.STATE_TABLES][number], flat[number])
+        _load_masters(group, flat[number])
+        if states:
+            _load_states(optimizer, group, encoded["state"][number], state[keys.STATE_TABLES][number])
     restore_scaler(optimizer.loss_scaler, state[keys.LOSS_SCALER])
     optimizer.publish_masters()
-    optimizer.states_loaded(with_states=True)
+    optimizer.states_loaded(with_states=states)
 
 
 @torch.no_grad()
-def _load_group(
-    optimizer: ZeroOptimizer, group: ShardGroup, state: dict[str, Any], table: dict[str, Any], master: torch.Tensor
-) -> None:
-    base, offset = optimizer.optimizer, 0
-    forget_state(optimizer, group.fragments)
+def _load_masters(group: ShardGroup, master: torch.Tensor) -> None:
+    offset = 0
     for bound in group.fragments:
         if master.numel():
             bound.leaf.detach().view(-1).copy_(master[offset : offset + bound.fragment.numel])
         offset += bound.fragment.numel
+
+
+@torch.no_grad()
+def _load_states(optimizer: ZeroOptimizer, group: ShardGroup, state: dict[str, Any], table: dict[str, Any]) -> None:
+    base = optimizer.optimizer
+    forget_state(optimizer, group.fragments)
     settings = base.param_groups[group.group_index]
     for place, entry in table.items():
         key, kind, offset = entry["key"], entry["kind"], 0

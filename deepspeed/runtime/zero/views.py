@@ -1,20 +1,71 @@
-"""Historical attribute names of sharded optimizers, as live views of the real storage.
+"""Historical attribute names and call forms of sharded optimizers, as live views of the real storage.
 
-Each property returns the same tensors every time: clients compare them in place and use them as keys.
+Each property returns the same tensors every time: clients compare them in place and use them as keys. A historical
+argument does what it says or is refused by its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 
 
 class HistoricalViews(ZeroOptimizer):
-    """Mixin of names only; adds no state and no behaviour."""
+    """Mixin of names and call forms; adds no state."""
+
+    def backward(  # type: ignore[override]
+        self, loss: torch.Tensor, create_graph: bool = False, retain_graph: bool = False
+    ) -> None:
+        """:meth:`ZeroOptimizer.backward`. Raises ValueError for ``create_graph``, which gradients here cannot carry."""
+        if create_graph:
+            raise ValueError(
+                "optimizer.backward(create_graph=True) is not supported: gradients move into the buffers of the "
+                "reduction and carry no graph. Take torch.autograd.grad(..., create_graph=True) and add what you make "
+                "of it to the loss"
+            )
+        super().backward(loss, retain_graph=retain_graph)
+
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        load_serial: bool | None = None,
+        param_shapes: Any = None,
+        *,
+        state_dict_list: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        """Take back what ``state_dict()`` gave. Collective. Raises ValueError under another layout.
+
+        Args:
+            state_dict: this rank's, or the list of all ranks' (also by the name ``state_dict_list``).
+            load_optimizer_states: False restores the masters alone; moments and hyper-parameters stay.
+            load_from_fp32_weights: masters come from the saved masters either way, which is what True asks for.
+            checkpoint_folder, load_serial, param_shapes: refused: ``engine.load_checkpoint`` reads checkpoints.
+        """
+        files = {"checkpoint_folder": checkpoint_folder, "load_serial": load_serial, "param_shapes": param_shapes}
+        asked = [name for name, value in files.items() if value is not None]
+        if asked or not isinstance(load_optimizer_states, bool):
+            raise ValueError(
+                f"optimizer.load_state_dict: found {', '.join(asked) or f'{load_optimizer_states=}'}; it takes the "
+                "result of optimizer.state_dict() and load_optimizer_states=True or False. Checkpoints on disk are "
+                'read by engine.load_checkpoint ("checkpoint": {"load_universal": true} for universal ones)'
+            )
+        found = state_dict if state_dict is not None else state_dict_list
+        if isinstance(found, Sequence):
+            if len(found) != self.world:
+                raise ValueError(f"optimizer.load_state_dict: found {len(found)} states for {self.world} ranks")
+            found = found[self.rank]
+        if found is None:
+            raise TypeError("optimizer.load_state_dict: needs the result of optimizer.state_dict()")
+        zero_state.load_shard_state(self, found, states=load_optimizer_states)
 
     @property
     def bit16_groups(self) -> list[list[nn.Parameter]]:
