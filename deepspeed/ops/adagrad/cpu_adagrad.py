@@ -51,7 +51,11 @@ class DeepSpeedCPUAdagrad(RowOptimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        *,
+        adamw_mode: bool = False,  # for Accelerate, which passes it to every CPU optimizer
     ) -> None:
+        if adamw_mode:
+            raise ValueError("DeepSpeedCPUAdagrad: adamw_mode = True; Adagrad's decay is not decoupled, leave it out")
         if amsgrad:
             raise ValueError("DeepSpeedCPUAdagrad: amsgrad = True; Adagrad has no amsgrad form, leave it out")
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
