@@ -27,6 +27,8 @@ _OBJECTS = "checkpoints as objects (see deepspeed.checkpoint.ds_to_universal and
 _LINKS = "links from parameters to flat buffers (see deepspeed.utils.safe_get_full_fp32_param and its kin)"
 _INJECTION = "kernel injection and automatic tensor parallelism"
 _SEQUENCE = "sequence parallelism"
+_SELECTED = "stepping selected columns by hand (zero_optimization.zenflow does it inside the engine)"
+_FLOWS = "ZenFlow as optimizers and engine functions of its own (zero_optimization.zenflow needs none)"
 _WRITERS = "the stand-alone file writers (checkpoints use checkpoint.writer of the config)"
 
 # Dotted name below `deepspeed` -> the feature. A row covers everything below its name.
@@ -84,8 +86,13 @@ UNBUILT: dict[str, str] = {
     "moe": _EXPERTS,
     "runtime.engine.MoE": _EXPERTS,
     "resolve_per_head_muon_after_sharding": "orthogonalization per attention head",
-    "ops.adam.ZenFlowCPUAdam": "ZenFlow",
-    "ops.adam.ZenFlowSelectiveAdamW": "ZenFlow",
+    "ops.adam.ZenFlowSelectiveAdamW": _SELECTED,
+    "ops.adam.ZenFlowSelectiveAdamW_stage3": _SELECTED,
+    "ops.adam.zenflow_torch_adam": _SELECTED,
+    "runtime.zenflow.engine": _FLOWS,
+    "runtime.zenflow.engine_stage3": _FLOWS,
+    "runtime.zenflow.zenflow_stage_1_and_2": _FLOWS,
+    "runtime.zenflow.zenflow_utils": _FLOWS,
     "checkpoint.DeepSpeedCheckpoint": _OBJECTS,
     "checkpoint.ZeROCheckpoint": _OBJECTS,
     "checkpoint.deepspeed_checkpoint": _OBJECTS,

@@ -93,6 +93,7 @@ accumulation step. The triple in force is printed at start.
 | `zero_optimization.offload_optimizer.device` nvme | stage 1, 2 | use stage 3 |
 | `zero_optimization.zero_quantized_gradients` | `reduce_scatter` false at stage 3 | turn that on |
 | `zero_optimization.zenflow` | no `offload_optimizer` to cpu, or `overlap_comm` false | set both |
+| `zero_optimization.zenflow` | another optimizer than Adam and AdamW, `super_offload`, `mics_shard_size` | remove one |
 | `optimizer.params.max_grad_norm` | anything | use `gradient_clipping` |
 | a deprecated key | its replacement | remove the deprecated one |
 """

@@ -184,6 +184,26 @@ def _zenflow(s: ConfigSections) -> Iterator[Problem]:
             found="a section with zero_optimization.overlap_comm false",
             expected="zero_optimization.overlap_comm true",
         )
+    offload = zero.offload_optimizer
+    for key, on in (
+        ("offload_optimizer.super_offload", offload is not None and offload.super_offload),
+        ("mics_shard_size", zero.mics_shard_size > 0),
+    ):
+        if on:
+            yield _clash(here, f"zero_optimization.{key}", found=f"a section with {key}", expected=f"{key} off")
+    if s.optimizer is not None and s.optimizer.name not in (None, "adam", "adamw"):
+        yield _clash(
+            here,
+            "optimizer.type",
+            found=f"a section with optimizer.type {s.optimizer.type}",
+            expected="optimizer.type Adam or AdamW, whose update can be divided",
+        )
+    for key, least, value in (
+        ("full_warm_up_rounds", 0, flow.full_warm_up_rounds),
+        ("steps_per_epoch", 1, flow.steps_per_epoch),
+    ):
+        if value is not None and value < least:
+            yield Problem(f"{here}.{key}", f"found {value}; expected at least {least}", f"use {least}", keys=(here,))
     select, update = flow.select_interval, flow.update_interval
     if (flow.select_strategy == "auto") != isinstance(select, str):
         yield _clash(

@@ -40,6 +40,10 @@ UNDER: dict[str, Settings] = {
     "frozen weights packed": zero(3),
     "optimizer in memory": zero(3, offload_optimizer=ON_CPU),
     "optimizer in files": zero(3, offload_optimizer=ON_NVME),
+    "columns at once": zero(2, offload_optimizer=ON_CPU, overlap_comm=True, zenflow={}),
+    "columns at once, by steps": zero(
+        3, offload_optimizer=ON_CPU, overlap_comm=True, zenflow={"select_strategy": "step", "select_interval": 5}
+    ),
     "weights in memory": zero(3, offload_param=ON_CPU),
     "weights in files": zero(3, offload_param=ON_NVME),
     "everything in files": zero(3, offload_optimizer=ON_NVME, offload_param=ON_NVME),
@@ -166,6 +170,17 @@ UNION: dict[str, dict[str, Settings]] = {
         },
     },
     "everything in files": {"zero_optimization.offload_optimizer": {"pipeline_write": True}},
+    "columns at once": {
+        "zero_optimization.zenflow": {
+            "topk_ratio": 0.1, "update_interval": 2, "full_warm_up_rounds": 1, "overlap_step": True, "offload": True,
+            "pt_reserved_cores_perc": 0.7, "steps_per_epoch": 7, "select_strategy": "auto", "select_interval": "auto",
+        },
+    },
+    "columns at once, by steps": {
+        "zero_optimization.zenflow": {
+            "select_strategy": "step", "select_interval": 4, "update_interval": "auto", "auto_ratio": 0.9,
+        },
+    },
     "weights in memory": {
         "zero_optimization.offload_param": {
             "device": "cpu", "buffer_count": 8, "buffer_size": 1e6, "max_in_cpu": 1e3, "pin_memory": False,

@@ -8,6 +8,7 @@ Invariant: the default tolerance is 0: bits are compared. A case that needs more
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from tests.harness.models import SPECS, ModelSpec
 from tests.harness.offload import apart, offloads
 from tests.harness.reference import PlainTrainer, Precision
+from tests.harness.zenflow import ZenFlowTrainer
 
 # Two sums of the same squares in another order: fp32 partial sums on one side, fp64 on the other.
 NORM_RTOL = 1e-6
@@ -215,7 +217,9 @@ def compare(case: Case, ranks: list[list[StepRecord]], full: list[StepRecord]) -
     world_size = len(ranks)
     spec, optimizer = SPECS[case.model], OPTIMIZERS[case.optimizer]
     precision = case.reference or PRECISIONS[case.precision][1]
-    trainer = PlainTrainer(
+    flow = case.zero.get("zenflow")
+    kind: Callable[..., PlainTrainer] = PlainTrainer if flow is None else functools.partial(ZenFlowTrainer, flow=flow)
+    trainer = kind(
         spec.build(),
         lambda params: optimizer.make(optimizer.groups(params)),
         world_size=world_size,

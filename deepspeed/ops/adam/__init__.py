@@ -10,10 +10,12 @@ from deepspeed.unbuilt import refusal
 if TYPE_CHECKING:
     from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
     from deepspeed.ops.adam.fused_adam import FusedAdam as FusedAdam
+    from deepspeed.ops.adam.zenflow_cpu_adam import ZenFlowCPUAdam as ZenFlowCPUAdam
 
 _EXPORTS = {
     "FusedAdam": "deepspeed.ops.adam.fused_adam",
     "DeepSpeedCPUAdam": "deepspeed.ops.adam.cpu_adam",
+    "ZenFlowCPUAdam": "deepspeed.ops.adam.zenflow_cpu_adam",
 }
 
 

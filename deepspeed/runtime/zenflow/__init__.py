@@ -1,0 +1,11 @@
+"""The config section of ZenFlow; the executor is `runtime/zero/zenflow/`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.unbuilt import attribute_or_submodule
+
+
+def __getattr__(name: str) -> Any:
+    return attribute_or_submodule(__name__, name)

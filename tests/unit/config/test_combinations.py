@@ -108,6 +108,26 @@ def zero(**section) -> dict:
             "zero_optimization.zenflow.select_interval 2",
         ),
         (
+            {"optimizer": {"type": "SGD"}, **zero(stage=2, zenflow={}, offload_optimizer=CPU, overlap_comm=True)},
+            "zero_optimization.zenflow",
+            "optimizer.type SGD; expected optimizer.type Adam or AdamW",
+        ),
+        (
+            zero(stage=2, zenflow={}, offload_optimizer={**CPU, "super_offload": True}, overlap_comm=True),
+            "zero_optimization.zenflow",
+            "super_offload",
+        ),
+        (
+            zero(stage=2, zenflow={"full_warm_up_rounds": -1}, offload_optimizer=CPU, overlap_comm=True),
+            "zero_optimization.zenflow.full_warm_up_rounds",
+            "found -1; expected at least 0",
+        ),
+        (
+            zero(stage=2, zenflow={"steps_per_epoch": 0}, offload_optimizer=CPU, overlap_comm=True),
+            "zero_optimization.zenflow.steps_per_epoch",
+            "found 0; expected at least 1",
+        ),
+        (
             {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},
             "tensor_parallel.tp.tp_size",
             "tensor_parallel.autotp_size 2",
@@ -326,7 +346,6 @@ def test_settings_at_their_defaults_are_not(config: dict) -> None:
 # What asks for each row of the table; a row added without a case here fails the test below.
 ASKS: dict[str, dict] = {
     "zero_optimization.stage": zero(stage=3),
-    "zero_optimization.zenflow": zero(stage=2, zenflow={}, offload_optimizer=CPU, overlap_comm=True),
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "optimizer.type": {"optimizer": {"type": "OneBitAdam"}},
     "optimizer.params.per_head_muon": {"optimizer": {"type": "Muon", "params": {"lr": 1, "per_head_muon": True}}},

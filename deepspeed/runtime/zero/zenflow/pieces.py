@@ -1,8 +1,8 @@
 """``Piece``: one fragment under ZenFlow: how it is cut, and how far each of its two parts has come.
 
 The elements of a fragment are updated in two ways: the important ones in packed copies on the device
-(``important.py``), the others by the base optimizer in host memory (``deferred.py``). Masters and moments of both have a
-place in the fragment's leaf and states in host memory; those of important elements are out of date there, until they
+(``important.py``), the others by the base optimizer in host memory (``deferred.py``). Masters and moments of both have
+a place in the fragment's leaf and states in host memory; those of important elements are out of date there, until they
 are stored.
 
 [Note: two counts of steps] Important elements take part in every step, the others in one of several, so Adam's

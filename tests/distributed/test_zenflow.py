@@ -1,0 +1,373 @@
+"""ZenFlow: the numbers of its definition in plain torch, whatever is read, saved, written or goes wrong in between."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.models import SPECS
+from tests.harness.parity import PRECISIONS, Case, Tolerance, assert_same_training
+from tests.harness.width import product
+
+STEP = {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 3, "update_interval": 2}
+# Windows of three end between two choices; the last before a choice is cut short.
+LATE = {**STEP, "select_interval": 5, "update_interval": 3, "overlap_step": True}
+EACH = {**STEP, "select_interval": 4, "update_interval": 1, "overlap_step": True}
+ALL = {**STEP, "topk_ratio": 0.999, "update_interval": 1}  # of so few columns: all
+WARM = {**LATE, "full_warm_up_rounds": 2, "offload": True}
+AUTO = {**STEP, "select_interval": 8, "update_interval": "auto", "auto_ratio": 0.7}
+FLOWS = {"step": STEP, "late": LATE, "each": EACH, "warm": WARM, "auto": AUTO}
+FLOWS["auto_late"] = {**AUTO, "overlap_step": True}
+
+# Kernels round the elements of a weight beyond its last full vector in another way than the others, and packed columns
+# are whole vectors. Weights of "mlp" are whole vectors, too.
+LAST_ELEMENTS = Tolerance(atol=2e-6, reason="the last elements of a weight are no whole vector")
+
+
+def zero(flow: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "offload_optimizer": {"device": "cpu"},
+        "overlap_comm": True,
+        "reduce_bucket_size": 300,
+        "sub_group_size": 200,
+        "zenflow": flow,
+        **more,
+    }
+
+
+def _in_daily_run(world: int, stage: int, flow: str) -> bool:
+    return flow in ("late", "warm") or (world == 2) == (stage == 2)
+
+
+@pytest.mark.parametrize(("world", "stage", "flow"), product((1, 2), (1, 2, 3), tuple(FLOWS), daily=_in_daily_run))
+def test_the_numbers_of_the_definition(pool, world: int, stage: int, flow: str) -> None:
+    section = zero(FLOWS[flow])
+    rows = (("fp32", 1, 0.5), ("bf16", 2, 0.0), ("fp16", 2, 0.5), ("fp32", 2, 0.0), ("bf16", 1, 0.5))
+    picked = rows[:3] if (stage + len(flow)) % 2 else rows[2:]
+    cases = [Case(stage, p, micros, clip, "adamw", "mlp", steps=9, zero=section) for p, micros, clip in picked]
+    assert_same_training(pool, world, cases)
+
+
+@pytest.mark.parametrize("model", ("odd", "tied", "unused", "branches", "lora", "degenerate", "embeddings", "llama"))
+def test_every_kind_of_model(pool, model: str) -> None:
+    cases = [
+        Case(stage, "fp32", 1, 0.5, "adamw", model, steps=7, zero=zero(flow), tolerance=LAST_ELEMENTS)
+        for stage, flow in ((2, LATE), (3, STEP))
+    ]
+    assert_same_training(pool, 2, cases)
+
+
+# ---- an engine by hand ---------------------------------------------------------------------------------------------
+
+
+def start(stage: int, flow: dict[str, Any] | None, precision: str = "fp32", model: str = "mlp", **top: Any) -> Any:
+    import deepspeed
+
+    section = zero(flow or {})
+    if flow is None:
+        del section["zenflow"]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, **section},
+        **copy.deepcopy(PRECISIONS[precision][0]),
+        **top,
+    }
+    return deepspeed.initialize(model=SPECS[model].build(), config=config)[0]
+
+
+def backward(engine: Any, index: int, model: str = "mlp") -> None:
+    spec, rank = SPECS[model], dist.get_rank()
+    engine.backward(spec.loss(engine, spec.batch(index, rank, 2), index, rank))
+
+
+def train(engine: Any, first: int, last: int, model: str = "mlp") -> None:
+    for index in range(first, last):
+        backward(engine, index, model)
+        engine.step()
+
+
+def weights(engine: Any) -> list[torch.Tensor]:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    found = []
+    for param in engine.module.parameters():
+        with GatheredParameters(param):
+            found.append(param.detach().clone())
+    return found
+
+
+def everything(engine: Any) -> list[torch.Tensor]:
+    """Weights, masters, moments, and what waits."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = weights(engine)
+    for param in engine.module.parameters():
+        found.append(safe_get_full_fp32_param(param))
+        for key in ("exp_avg", "exp_avg_sq", "zenflow_pending"):
+            value = safe_get_full_optimizer_state(param, key)
+            found += [value] if value is not None else []
+    return found
+
+
+def assert_same(one: list[torch.Tensor], two: list[torch.Tensor]) -> None:
+    assert len(one) == len(two)
+    for left, right in zip(one, two, strict=True):
+        assert torch.equal(left, right)
+
+
+# ---- plain offload -------------------------------------------------------------------------------------------------
+
+
+def _as_plain(stage: int) -> None:
+    rows = (("mlp", EACH | {"overlap_step": False}), ("mlp", ALL), ("odd", ALL), ("llama", ALL))
+    for model, flow in rows:
+        for precision in ("fp32", "bf16"):
+            one, two = start(stage, flow, precision, model), start(stage, None, precision, model)
+            for engine in (one, two):
+                train(engine, 0, 6, model)
+            assert_same(everything(one), everything(two))
+            one.destroy()
+            two.destroy()
+
+
+@pytest.mark.parametrize(("world", "stage"), ((1, 1), (2, 2), (2, 3)))
+def test_windows_of_one_step_are_plain_offload(pool, world: int, stage: int) -> None:
+    pool.run(world, _as_plain, stage)
+
+
+# ---- looking and writing -------------------------------------------------------------------------------------------
+
+
+def _looking(stage: int) -> None:
+    one, two = start(stage, LATE, "bf16"), start(stage, LATE, "bf16")
+    for index in range(8):
+        backward(one, index)
+        backward(two, index)
+        everything(one)  # between backward and step, and after it
+        one.step()
+        everything(one)
+        one.eval()
+        with torch.no_grad():
+            SPECS["mlp"].loss(one, SPECS["mlp"].batch(99, 0, 2), 99, 0)
+        one.train()
+        two.step()
+    assert_same(everything(one), everything(two))
+    for engine in (one, two):
+        train(engine, 8, 10)
+    assert_same(weights(one), weights(two))
+    one.destroy()
+    two.destroy()
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_looking_changes_nothing(pool, stage: int) -> None:
+    pool.run(2, _looking, stage)
+
+
+def _writing(stage: int) -> None:
+    """What is written into masters, moments, weights and gradients is what training goes on with."""
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+    )
+
+    engine, plain = start(stage, ALL), start(stage, None)
+    flow = start(stage, LATE)
+    for index in range(6):
+        for one in (engine, plain, flow):
+            backward(one, index)
+            first, second, *_ = list(one.module.parameters())
+            if index == 2:
+                safe_set_full_grad(first, 2 * safe_get_full_grad(first))
+            if index == 3:
+                one.optimizer.rescale_grads(0.5)
+            one.step()
+            if index == 1:
+                safe_set_full_fp32_param(first, torch.full_like(first, 0.25))
+                assert torch.equal(safe_get_full_fp32_param(first), torch.full((16, 16), 0.25))
+            if index == 4:
+                moment = safe_get_full_optimizer_state(first, "exp_avg_sq")
+                safe_set_full_optimizer_state(first, 3 * moment, "exp_avg_sq")
+                assert torch.equal(safe_get_full_optimizer_state(first, "exp_avg_sq"), 3 * moment)
+                safe_set_full_fp32_param(second, torch.full_like(second, 0.5))
+    assert_same(everything(engine), everything(plain))
+    for one in (engine, plain, flow):
+        one.destroy()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_what_is_written_counts(pool, stage: int) -> None:
+    pool.run(2, _writing, stage)
+
+
+def _replaced_weight(stage: int) -> None:
+    """A weight written while an update waits to land is not overwritten by it."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    engine = start(stage, {**LATE, "select_interval": 12}, "bf16")
+    train(engine, 0, 4)  # the update of the third step lands with the sixth
+    assert engine.optimizer.zenflow.deferred.lands_later or dist.get_world_size() > 1
+    param = next(engine.module.parameters())
+    safe_set_full_fp32_param(param, torch.full((16, 16), 0.25))
+    for index in (4, 5):
+        backward(engine, index)
+        engine.step()
+    (held, *_), chosen = weights(engine), engine.optimizer.zenflow.pieces
+    columns = next(p.cut.chosen for p in chosen if p.bound.param is param and p.cut.chosen is not None)
+    rest = [column for column in range(16) if column not in columns]
+    assert torch.equal(held[:, rest], torch.full((16, len(rest)), 0.25).bfloat16())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_an_update_does_not_land_on_what_was_written(pool, stage: int) -> None:
+    pool.run(1, _replaced_weight, stage)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def _resumed(folder: str, stage: int, flow: dict[str, Any], precision: str, background: bool) -> None:
+    more = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}} if background else {}
+    engine = start(stage, flow, precision, **more)
+    for step in range(7):
+        engine.save_checkpoint(folder, tag=str(step))
+        train(engine, step, step + 1)
+    train(engine, 7, 9)
+    right = everything(engine)
+    engine.destroy()
+    for step in range(7):
+        resumed = start(stage, flow, precision)
+        if step % 2:  # not only into a fresh engine
+            train(resumed, 20, 23)
+        resumed.load_checkpoint(folder, tag=str(step))
+        train(resumed, step, 9)
+        assert_same(everything(resumed), right)
+        resumed.destroy()
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "flow", "precision"),
+    ((1, 1, "auto", "bf16"), (2, 2, "late", "bf16"), (2, 3, "late", "fp32"), (2, 3, "warm", "bf16")),
+)
+def test_resumed_is_unbroken(pool, tmp_path: Path, world: int, stage: int, flow: str, precision: str) -> None:
+    pool.run(world, _resumed, str(tmp_path), stage, FLOWS[flow], precision, flow == "late")
+
+
+def _save(folder: str, stage: int) -> list[torch.Tensor]:
+    engine = start(stage, LATE, "bf16")
+    train(engine, 0, 5)
+    engine.save_checkpoint(folder, tag="a")
+    found = everything(engine)
+    engine.destroy()
+    return found
+
+
+def _load(folder: str, stage: int, flow: dict[str, Any] | None) -> list[torch.Tensor]:
+    engine = start(stage, flow, "bf16")
+    engine.load_checkpoint(folder, tag="a")
+    found = everything(engine)
+    train(engine, 5, 8)
+    engine.destroy()
+    return found
+
+
+def test_other_numbers_of_ranks_take_up_what_waits(pool, tmp_path: Path) -> None:
+    right = pool.run(2, _save, str(tmp_path), 2)[0]
+    for world, stage in ((1, 1), (2, 3)):
+        for found in pool.run(world, _load, str(tmp_path), stage, LATE):
+            assert_same(found[6:], right[6:])  # weights of stage 3 are made from masters
+
+
+def test_without_zenflow_a_checkpoint_is_plain(pool, tmp_path: Path) -> None:
+    """Columns that were updated more often have moments of as many steps as the others."""
+    right = pool.run(2, _save, str(tmp_path), 2)[0]
+    found = pool.run(1, _load, str(tmp_path), 2, None)[0]
+    masters = [tensor for tensor in right[6:] if tensor.dtype == torch.float32]
+    assert sum(torch.equal(one, two) for one in masters for two in found[6:]) >= 6  # masters of all, at least
+    assert len(found) == 6 + 3 * 6
+
+
+# ---- threads -------------------------------------------------------------------------------------------------------
+
+
+def _failure() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    def fail(self: Any, rows: Any, scale: float) -> None:
+        raise OSError("no memory today")
+
+    engine = start(2, {**STEP, "update_interval": 1, "overlap_step": True})
+    train(engine, 0, 1)
+    plain, DeepSpeedCPUAdam.update_from = DeepSpeedCPUAdam.update_from, fail
+    try:
+        train(engine, 1, 2)
+        backward(engine, 2)
+        with pytest.raises(OSError, match="no memory today"):
+            engine.step()
+    finally:
+        DeepSpeedCPUAdam.update_from = plain
+    engine.destroy()
+
+
+def test_a_failure_of_the_thread_comes_out_of_the_next_step(pool) -> None:
+    pool.run(1, _failure)
+
+
+def _given_up_in_flight() -> None:
+    import threading
+
+    engine = start(3, {**LATE, "update_interval": 1})
+    train(engine, 0, 2)
+    engine.destroy()
+    assert not [thread for thread in threading.enumerate() if "zenflow" in thread.name]
+    assert all(param.numel() for param in engine.module.parameters())
+
+
+def test_destroyed_with_an_update_in_flight(pool) -> None:
+    pool.run(2, _given_up_in_flight)
+
+
+def _slow(stage: int) -> None:
+    """However long an update takes, it lands when it should, and the weights of a forward are one version."""
+    import time
+
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    def train_with_schedule(engine: Any) -> None:
+        for index in range(8):
+            train(engine, index, index + 1)
+            engine.optimizer.param_groups[0]["lr"] *= 0.7  # an update under way keeps the rate of its step
+
+    quick, slow = start(stage, LATE, "bf16"), start(stage, {**LATE, "pt_reserved_cores_perc": 0.0}, "bf16")
+    train_with_schedule(quick)
+    plain = DeepSpeedCPUAdam.update_from
+
+    def late(self: Any, rows: Any, scale: float) -> None:
+        time.sleep(0.02)
+        plain(self, rows, scale)
+
+    DeepSpeedCPUAdam.update_from = late
+    try:
+        train_with_schedule(slow)
+    finally:
+        DeepSpeedCPUAdam.update_from = plain
+    assert_same(everything(slow), everything(quick))
+    quick.destroy()
+    slow.destroy()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_slow_thread_changes_no_number(pool, stage: int) -> None:
+    pool.run(2, _slow, stage)
