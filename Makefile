@@ -4,6 +4,7 @@
 #   make demo    train a small real model on this machine (2 ranks), about 3 minutes; pass options with ARGS="..."
 #   make test    the test suite;  ARGS="tests/unit -k batch" for a part, ARGS=--wide for every row of the large tables;
 #                in LANES=2 processes, each with its own pool of ranks (LANES=0: in this one, for a debugger)
+#   make kernels the GPU kernels without a GPU: triton's interpreter and ahead-of-time builds, in .venv plus .venv-triton
 #   make clients every client flow (Trainer, Accelerate, PEFT, TRL, Lightning) with pinned clients, in .venv-clients
 #   make lint    ruff, import contracts, types
 #   make bench   the figures of docs/performance.md, measured here
@@ -14,10 +15,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 RANKS ?= 2
+TRITON ?= triton==3.9.0
 LANES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test clients lint bench docs format clean
+.PHONY: help demo test kernels clients lint bench docs format clean
 .SECONDARY:
 
 help:
@@ -36,6 +38,14 @@ demo: $(VENV)/.installed-report
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(LANES) --dist worksteal $(ARGS)
+
+# Beside the environment, not in it: torch's CPU wheels bring no triton, and all other tests run as users without it do.
+.venv-triton/.installed: Makefile $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv-triton "$(TRITON)"
+	@touch $@
+
+kernels: .venv-triton/.installed
+	PYTHONPATH=.venv-triton $(BIN)/python -m pytest -n $(LANES) -q $(wildcard tests/kernels/test_*_triton.py) $(ARGS)
 
 clients:
 	PYTHON=$(PYTHON) LANES=$(LANES) scripts/check_clients.sh $(ARGS)

@@ -155,22 +155,22 @@ def sum_kernel(
         code_offsets = rows[:, None] * (BLOCK // 2) + tl.where(low, columns, columns - half)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for place in range(count):
-        from_wire = True
+        slot, packed_numel, packed_width = place, numel, width
         if OWN:
-            from_wire = place != own_place
-        slot = place
-        if OWN:
+            from_wire = own_place != place
             slot = place - (place > own_place).to(tl.int32)
-        shift = slot.to(tl.int64) * part_nbytes + piece * packed_nbytes
-        scale = tl.load(scales + shift // 4 + rows, mask=(rows * BLOCK < numel) & from_wire, other=0.0)
-        byte = tl.load(codes + shift + code_offsets, mask=mask & from_wire, other=0)
+            packed_numel, packed_width = tl.where(from_wire, numel, 0), tl.where(from_wire, width, 0)
+        shift = (tl.full((), 0, tl.int64) + slot) * part_nbytes + piece * packed_nbytes
+        scale = tl.load(scales + shift // 4 + rows, mask=rows * BLOCK < packed_numel, other=0.0)
+        byte = tl.load(codes + shift + code_offsets, mask=columns < packed_width, other=0)
         if BITS == 8:
             code = byte.to(tl.float32)
         else:
             code = tl.where(low, (byte & 15) - 8, byte >> 4).to(tl.float32)
         value = code * scale[:, None]
         if OWN:
-            exact = tl.load(own + piece * own_stride + offsets, mask=mask & (place == own_place), other=0.0)
+            exact_mask = columns < width - packed_width
+            exact = tl.load(own + piece * own_stride + offsets, mask=exact_mask, other=0.0)
             value = tl.where(from_wire, value, exact.to(tl.float32))
         total = tl.where(place == 0, value, total + value)
     total *= factor

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from deepspeed.native import build
+from deepspeed.ops import multi_tensor
 
 __all__ = ["OPS", "Implementation", "Op", "get_op"]
 
@@ -108,7 +109,7 @@ def _fused_problem(optimizer: str, device: str) -> str:
         parameter.grad = torch.ones_like(parameter)
         make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, optimizer)
         make([parameter], lr=0.1, fused=True).step()
-    except (RuntimeError, TypeError, ValueError) as problem:
+    except (RuntimeError, TypeError, ValueError, AssertionError) as problem:  # the last: torch without CUDA
         return f"{type(problem).__name__}: {problem}".splitlines()[0]
     return ""
 
@@ -123,6 +124,12 @@ def _torch_fused(optimizer: str, where: str) -> Implementation:
     )
 
 
+def _launched_once(op: str, where: str) -> Implementation:
+    return Implementation(
+        "Triton multi-tensor kernels", where, problem=functools.partial(multi_tensor.problem, op)
+    )
+
+
 def _op(name: str, what: str, reference: str, *implementations: Implementation) -> tuple[str, Op]:
     return name, Op(name, what, implementations, reference)
 
@@ -130,6 +137,7 @@ def _op(name: str, what: str, reference: str, *implementations: Implementation) 
 _CPU_ADAM, _FUSED_ADAM = "deepspeed.ops.adam:DeepSpeedCPUAdam", "deepspeed.ops.adam:FusedAdam"
 _CPU_ADAGRAD = "deepspeed.ops.adagrad:DeepSpeedCPUAdagrad"
 _CPU_LION, _FUSED_LION = "deepspeed.ops.lion:DeepSpeedCPULion", "deepspeed.ops.lion:FusedLion"
+_FUSED_LAMB = "deepspeed.ops.lamb:FusedLamb"
 _FOREACH = "torch foreach operations"
 
 OPS: dict[str, Op] = dict(
@@ -148,15 +156,15 @@ OPS: dict[str, Op] = dict(
         ),
         _op(
             "fused_adam", "Adam and AdamW on the training device", "deepspeed.ops.adam.adam_update:adam_update_pairs",
-            _native(_FUSED_ADAM), _torch_fused("AdamW", _FUSED_ADAM),
+            _native(_FUSED_ADAM), _launched_once("fused_adam", _FUSED_ADAM), _torch_fused("AdamW", _FUSED_ADAM),
         ),
         _op(
             "fused_lion", "Lion on the training device", "deepspeed.ops.lion.lion_update:lion_update_pairs",
-            _native(_FUSED_LION), Implementation(_FOREACH, _FUSED_LION),
+            _native(_FUSED_LION), _launched_once("fused_lion", _FUSED_LION), Implementation(_FOREACH, _FUSED_LION),
         ),
         _op(
             "fused_lamb", "LAMB on the training device", "deepspeed.ops.lamb:FusedLamb",
-            Implementation(_FOREACH, "deepspeed.ops.lamb:FusedLamb"),
+            _launched_once("fused_lamb", _FUSED_LAMB), Implementation(_FOREACH, _FUSED_LAMB),
         ),
         _op(
             "async_io", "asynchronous reads and writes of files", "deepspeed.ops.aio.module:aio_module",

@@ -17,6 +17,7 @@ import torch
 
 from deepspeed.comm import blockwise
 from deepspeed.comm.blockwise import Packing
+from tests.kernels.interpreter import prepare_once
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -75,6 +76,9 @@ def compare_sum(packing: Packing, numel: int, dtype: torch.dtype) -> list[str]:
 
 
 def compare() -> list[str]:
+    from deepspeed.comm import blockwise_triton
+
+    prepare_once(blockwise_triton)
     wrong = []
     for packing in (Packing(8), Packing(4), Packing(4, 64)):
         for numel in (1, 300, 5003):
