@@ -1,14 +1,15 @@
-"""``python -m deepspeed.checkpoint inspect|verify|diff|convert``: questions to checkpoints, without an engine or a GPU.
+"""``python -m deepspeed.checkpoint COMMAND``: questions to checkpoints, without an engine or a GPU.
 
     inspect DIR          what a checkpoint holds: run, files, every tensor and where its elements lie
     verify DIR           whether every byte is the one that was saved and every element is there
     diff DIR OTHER       how the tensors of two checkpoints differ, whatever layouts they have
     convert DIR ...      the same state in another layout
+    merge DIR DIR ...    one checkpoint from the disks of several nodes
 
 DIR is a checkpoint folder (its ``latest`` tag, or ``--tag``) or a tag folder. Exit status: 0 fine, 1 damaged or
 different, 2 not to be read or wrong use. ``--json`` prints one object for programs.
 
-Owns: the choice of a command and its exit status. Does not own: what commands do (``cli_*.py``).
+Owns: the choice of a command and its exit status. Does not own: what commands do (``tool/``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ COMMANDS = {
     "verify": ("deepspeed.checkpoint.tool.verify", "check sizes, checksums and completeness"),
     "diff": ("deepspeed.checkpoint.tool.diff", "compare the tensors of two checkpoints of any layout"),
     "convert": ("deepspeed.checkpoint.tool.convert", "write a checkpoint in another layout"),
+    "merge": ("deepspeed.checkpoint.tool.merge", "put the disks of several nodes together"),
 }
 UNREADABLE = 2
 
@@ -36,7 +38,7 @@ def make_parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser of the whole program; ``chosen``: the command whose own arguments it knows."""
     parser = argparse.ArgumentParser(
         prog="python -m deepspeed.checkpoint",
-        description="Look into, check, compare and convert checkpoints.",
+        description="Look into, check, compare, convert and merge checkpoints.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, line) in COMMANDS.items():

@@ -268,7 +268,8 @@ class CheckpointManager:
         self._refuse_pinned()
         shard_rank, shards, _ = writer.shard_place(engine)
         mp_rank, universal = writer.model_parallel_rank(engine), self.config.load_universal
-        saved = open_tag(folder, tag, mp_rank, shard_rank, shards, universal=universal)
+        local = bool(self.config.use_node_local_storage)
+        saved = open_tag(folder, tag, mp_rank, shard_rank, shards, universal=universal, node_local=local)
         optimizer = engine.zero_optimizer if not module_only else None
         if optimizer is not None:
             saved.take_order(*restore.given_orders(optimizer))
@@ -280,7 +281,7 @@ class CheckpointManager:
             and (optimizer_states or (wants_masters and saved.has_optim_files()))
         ):
             shard_files = saved.optim_files()
-        saved.check_files([*saved.model_files(), *shard_files], self.rank, self.world)
+        saved.check_files([*saved.model_files(), *shard_files], self.rank, self.world, self._leads())
         plan = LoadPlan(engine, saved, restore.plan_module(engine.module, saved, strict, custom_load_fn))
         if optimizer is not None:
             with_masters = wants_masters and (saved.stage == 0 or bool(shard_files))

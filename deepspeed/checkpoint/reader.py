@@ -78,10 +78,21 @@ class SavedParameter:
 
 class SavedTag:
     """See the module docstring. ``mp_rank`` is the slice of the model this process needs, ``shard_rank`` of ``world``
-    its place among those that share it."""
+    its place among those that share it. ``node_local``: files of other nodes' ranks are on their disks."""
 
-    def __init__(self, load_dir: Path, tag: str, mp_rank: int = 0, shard_rank: int = 0, world: int = 1) -> None:
-        self.load_dir, self.tag, self.mp_rank = load_dir, tag, mp_rank
+    node_local = False
+
+    def __init__(
+        self,
+        load_dir: Path,
+        tag: str,
+        mp_rank: int = 0,
+        shard_rank: int = 0,
+        world: int = 1,
+        *,
+        node_local: bool = False,
+    ) -> None:
+        self.load_dir, self.tag, self.mp_rank, self.node_local = load_dir, tag, mp_rank, node_local
         self.folder = load_dir if tag == names.THIS_FOLDER else load_dir / tag
         durable.recover(self.folder, is_complete)
         if not self.folder.is_dir():
@@ -93,7 +104,7 @@ class SavedTag:
         self.manifest: Manifest | None = read_manifest(self.folder)
         self._sharded_model_files = self._find_sharded_model_files()
         files = self._sharded_model_files
-        own = shard_rank if len(files) == world else min(files, default=0)
+        own = shard_rank if len(files) == world or (node_local and shard_rank in files) else min(files, default=0)
         self.model_file = files.get(own, names.model_file(mp_rank))
         self._require([self.model_file])
         self.model: dict[str, Any] = trusted.load_file(self.folder / self.model_file)
@@ -185,6 +196,8 @@ class SavedTag:
         """Every model-states file a load may read. Raises CheckpointError naming the missing ones."""
         if not self._sharded_model_files:
             return [self.model_file]
+        if self.node_local:
+            return list(self._sharded_model_files.values())
         ranks = range(int(self.model[keys.DP_WORLD_SIZE]))
         missing = [names.sharded_model_file(r, self.mp_rank) for r in ranks if r not in self._sharded_model_files]
         if missing:
@@ -194,21 +207,37 @@ class SavedTag:
         return [self._sharded_model_files[rank] for rank in ranks]
 
     def optim_files(self) -> list[str]:
-        """File name of every shard, in rank order. Raises CheckpointError naming the missing ones."""
-        found: dict[int, str] = {}
-        for entry in self.folder.iterdir():
-            parts = names.parse_optim_file(entry.name)
-            if parts is not None and parts.mp_rank == self.mp_rank:
-                found[parts.dp_rank] = entry.name
+        """The file of every shard, in rank order. Raises CheckpointError naming the missing ones, where all are due."""
+        found = self._optim_files
         missing = [rank for rank in range(self.shards) if rank not in found]
-        if missing:
-            bf16 = any(name.startswith("bf16") for name in found.values())
-            shown = ", ".join(names.optim_file(rank, self.mp_rank, bf16=bf16) for rank in missing)
-            raise CheckpointError(
-                f"{self.folder} was saved by {self.shards} ranks; optimizer-states files are missing: {shown}. The "
-                f"tags in {self.load_dir} are {', '.join(tags_in(self.load_dir)) or 'none'}"
-            )
-        return [found[rank] for rank in range(self.shards)]
+        if missing and not (self.node_local and found):
+            raise CheckpointError(self._absent(missing))
+        return [found[rank] for rank in range(self.shards) if rank in found]
+
+    def optim_file(self, rank: int) -> str:
+        """The file of shard ``rank``. Raises CheckpointError when it is not here."""
+        if rank not in self._optim_files:
+            raise CheckpointError(self._absent([rank]))
+        return self._optim_files[rank]
+
+    @cached_property
+    def _optim_files(self) -> dict[int, str]:
+        """``shard rank -> optimizer-states file`` of what lies in the folder."""
+        parsed = ((names.parse_optim_file(entry.name), entry.name) for entry in self.folder.iterdir())
+        return {parts.dp_rank: name for parts, name in parsed if parts is not None and parts.mp_rank == self.mp_rank}
+
+    def _absent(self, ranks: Sequence[int]) -> str:
+        bf16 = any(name.startswith("bf16") for name in self._optim_files.values())
+        shown = ", ".join(names.optim_file(rank, self.mp_rank, bf16=bf16) for rank in ranks)
+        hint = (
+            " (checkpoint.use_node_local_storage: each node has what its own ranks saved, which the same number of "
+            "ranks on the same nodes can load; for another layout: python -m deepspeed.checkpoint merge)"
+        )
+        return (
+            f"{self.folder} was saved by {self.shards} ranks; optimizer-states files are missing: {shown}"
+            f"{hint if self.node_local else ''}. The tags in {self.load_dir} are "
+            f"{', '.join(tags_in(self.load_dir)) or 'none'}"
+        )
 
     def has_optim_files(self) -> bool:
         return any(names.parse_optim_file(entry.name) for entry in self.folder.iterdir())
@@ -224,10 +253,11 @@ class SavedTag:
         if problems:
             raise CheckpointError(f"checkpoint {self.tag!r} in {self.load_dir} is not complete: {'; '.join(problems)}")
 
-    def check_files(self, chosen: list[str], rank: int, world: int) -> None:
+    def check_files(self, chosen: list[str], rank: int, world: int, leads_node: bool = False) -> None:
         """All of ``chosen`` are there in full size, and this rank's share of them has the right checksums.
 
-        Rank r checks the file of shard r, which it is the most likely to read anyway. Raises CheckpointError.
+        Rank r checks the file of shard r, which it is the most likely to read anyway; what belongs to no shard is
+        checked by rank 0, or by the rank that ``leads_node`` where nodes have their own. Raises CheckpointError.
         """
         self._require(chosen)
         if self.manifest is None:
@@ -235,7 +265,8 @@ class SavedTag:
         share = []
         for number, name in enumerate(chosen):
             shard = names.shard_rank_of(name)
-            if (number if shard is None else shard) % world == rank:
+            mine = (number if shard is None else shard) % world == rank
+            if mine or (shard is None and leads_node and self.node_local):
                 share.append(name)
         problems = wrong_checksums(self.folder, self.manifest, share)
         if problems:
@@ -289,7 +320,7 @@ class SavedTag:
 
     def _frozen_of(self, rank: int) -> tuple[str, dict[str, torch.Tensor]]:
         """The model-states file of ``rank``, and what it holds of parameters that no optimizer held (1D, mapped)."""
-        file = self.model_files()[rank]
+        file = self._sharded_model_files.get(rank) or self.model_files()[rank]
         model = self.model
         if file != self.model_file:
             self._require([file])
@@ -345,7 +376,7 @@ class SavedTag:
     def shard(self, rank: int) -> dict[str, Any]:
         """The optimizer state dict in the file of shard ``rank``, mapped; its layout record is checked."""
         if rank not in self._shards:
-            name = self.optim_files()[rank]
+            name = self.optim_file(rank)
             self._require([name])
             data = trusted.load_file(self.folder / name)
             asked = trusted.untrusted_paths(data)
@@ -362,7 +393,7 @@ class SavedTag:
 
     def any_shard(self) -> dict[str, Any]:
         """A shard for what all of them hold: one that is open already, if there is one."""
-        return self.shard(min(self._shards, default=0))
+        return self.shard(min(self._shards, default=min(self._optim_files, default=0)))
 
     @cached_property
     def index(self) -> indexing.FragmentIndex:
@@ -386,7 +417,7 @@ class SavedTag:
 
     def _index_shard(self, made: indexing.FragmentIndex, rank: int) -> None:
         assert self.record is not None
-        shard, file = self.shard(rank), self.optim_files()[rank]
+        shard, file = self.shard(rank), self.optim_file(rank)
         states, flat = self.base_state(shard)["state"], shard[masters_key(self.stage)]
         for number, group in enumerate(self.record["groups"]):
             layout = ShardLayout.from_record(group["layout"])

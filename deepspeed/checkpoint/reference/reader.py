@@ -37,9 +37,11 @@ _UNREAD = {
 }
 
 
-def open_saved(load_dir: Path, tag: str, mp_rank: int = 0, shard_rank: int = 0, world: int = 1) -> SavedTag:
+def open_saved(
+    load_dir: Path, tag: str, mp_rank: int = 0, shard_rank: int = 0, world: int = 1, *, node_local: bool = False
+) -> SavedTag:
     """The tag, whoever wrote it. Raises CheckpointError for one that is absent, damaged or refused."""
-    opened = SavedTag(load_dir, tag, mp_rank, shard_rank, world)
+    opened = SavedTag(load_dir, tag, mp_rank, shard_rank, world, node_local=node_local)
     written_here = opened.ours or keys.LAYOUT_RECORD in opened.model
     return opened if written_here or keys.DS_VERSION not in opened.model else ReferenceTag(opened, shard_rank)
 
@@ -116,7 +118,7 @@ class ReferenceTag(SavedTag):
             states = self._stage_0.plain["state"].values()
             groups = self._stage_0.groups_of_record(self._named)
             return layouts.record_of(0, groups, [], 1, layouts.families_of(config, states))
-        shard, where = self.any_shard(), str(self.folder / self.optim_files()[min(self._shards)])
+        shard, where = self.any_shard(), str(self.folder / self.optim_file(min(self._shards)))
         shapes, world = self.model[keys.PARAM_SHAPES], self._partitions(shard)
         families = layouts.families_of(config, layouts.flat_states(shard, self.stage))
         if self.stage < 3:
@@ -183,13 +185,14 @@ class ReferenceTag(SavedTag):
         return found if isinstance(found, dict) else {}
 
     def any_shard(self) -> dict[str, Any]:
-        files = self.optim_files()
-        return self.shard(min(self._shards, default=self.first_rank if self.first_rank < len(files) else 0))
+        self.optim_files()  # all that are due are there
+        here = self._optim_files
+        return self.shard(min(self._shards, default=self.first_rank if self.first_rank in here else min(here)))
 
     def shard(self, rank: int) -> dict[str, Any]:
         """The optimizer state dict in the file of shard ``rank``, mapped, checked for its keys."""
         if rank not in self._shards:
-            path = self.folder / self.optim_files()[rank]
+            path = self.folder / self.optim_file(rank)
             self._require([path.name])
             data = trusted.load_file(path)
             asked = trusted.untrusted_paths(data)
@@ -208,7 +211,7 @@ class ReferenceTag(SavedTag):
 
     def _index_shard(self, made: indexing.FragmentIndex, rank: int) -> None:
         assert self.record is not None
-        file = self.optim_files()[rank]
+        file = self.optim_file(rank)
         zero = (self.model.get(keys.DS_CONFIG) or {}).get("zero_optimization") or {}
         # With round_robin_gradients the flat order is that of the shapes; the mappings there are of another order.
         mapped = self.stage < 3 and not zero.get("round_robin_gradients")

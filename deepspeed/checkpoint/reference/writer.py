@@ -232,6 +232,11 @@ class ReferenceWriter:
             kinds = [kind for kind in self.saved.index.kinds(part.name, part.start, part.numel) if kind != MASTER]
             if not kinds and part.numel:
                 bare.append(part.name)
+            if keys.ZENFLOW_KEY in kinds:
+                raise CheckpointError(
+                    f"{where}: the tag was saved by a run with ZenFlow, whose elements have made different numbers of "
+                    "steps. Load it without zero_optimization.zenflow, save it, and convert that"
+                )
             for key in kinds:
                 extents = self.saved.index.cover(part.name, key, part.start, part.numel)
                 if not extents:

@@ -36,7 +36,14 @@ def is_universal(folder: Path) -> bool:
 
 
 def open_tag(
-    load_dir: Path, tag: str, mp_rank: int, shard_rank: int, world: int, *, universal: bool = False
+    load_dir: Path,
+    tag: str,
+    mp_rank: int,
+    shard_rank: int,
+    world: int,
+    *,
+    universal: bool = False,
+    node_local: bool = False,
 ) -> SavedTag:
     """The tag, by what its folder holds. ``universal``: it must be a universal one. Raises CheckpointError."""
     folder = load_dir if tag == names.THIS_FOLDER else load_dir / tag
@@ -49,7 +56,7 @@ def open_tag(
             "number of ranks and stage as they are, without checkpoint.load_universal; to make a universal one, run "
             "python -m deepspeed.checkpoint.ds_to_universal"
         )
-    return open_saved(load_dir, tag, mp_rank, shard_rank, world)
+    return open_saved(load_dir, tag, mp_rank, shard_rank, world, node_local=node_local)
 
 
 class UniversalTag(SavedTag):
@@ -130,7 +137,7 @@ class UniversalTag(SavedTag):
     def has_optim_files(self) -> bool:
         return True
 
-    def check_files(self, chosen: list[str], rank: int, world: int) -> None:
+    def check_files(self, chosen: list[str], rank: int, world: int, leads_node: bool = False) -> None:
         """As for a tag; files are shared out by their place in the list, there is no shard they belong to."""
         self._require(chosen)
         if self.manifest is not None:
