@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 from enum import Enum
 
@@ -180,9 +181,12 @@ def parse_hidden(folder: str) -> HiddenName | None:
     return HiddenName(found["name"], Transit(found["kind"]), found["token"]) if found else None
 
 
-def partial_file(name: str, pid: int) -> str:
-    """Where process ``pid`` writes the file ``name`` until it is complete."""
-    return f".{name}.{pid}.partial"
+def partial_file(name: str) -> str:
+    """A name nobody else uses, for the file ``name`` until it is complete.
+
+    By chance, not by process: threads of one process write into one folder, and processes of several hosts do.
+    """
+    return f".{name}.{secrets.randbits(63)}.partial"
 
 
 def is_partial_file(name: str) -> bool:

@@ -38,7 +38,7 @@ def open_for_writing(path: Path) -> BinaryIO:
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[BinaryIO]:
     """A file that appears at ``path`` only when the block ends without error, complete and on disk."""
-    aside = path.with_name(names.partial_file(path.name, os.getpid()))
+    aside = path.with_name(names.partial_file(path.name))
     try:
         with open_for_writing(aside) as file:
             yield file
@@ -218,7 +218,7 @@ def _owner_is_gone(token: str, folder: Path) -> bool:
 
 def _untouched_for_long(path: Path) -> bool:
     """By the clock of the file system itself: the clocks of hosts may differ or jump."""
-    probe = path.with_name(f".clock.{os.getpid()}.partial")
+    probe = path.with_name(names.partial_file("clock"))
     try:
         newest = max(entry.stat().st_mtime for entry in [path, *path.rglob("*")])
         probe.touch()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.distributed.checkpoint import runs
 from tests.harness.pool import WorkerPool, _free_port
 from tests.harness.project import ROOT
-from tests.harness.width import product
+from tests.harness.width import product, wide
 
 DECOUPLED = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}
 
@@ -147,9 +147,7 @@ def changing_body(folder: str, stage: int, precision: str, changes: list[str]) -
     ("stage", "precision"),
     product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), daily=lambda *row: row in ((2, "fp32"), (2, "bf16"))),
 )
-def test_what_changes_states_waits_for_their_copy(
-    pool: WorkerPool, tmp_path: Path, stage: int, precision: str
-) -> None:
+def test_what_changes_states_waits_for_their_copy(pool: WorkerPool, tmp_path: Path, stage: int, precision: str) -> None:
     changes = [change for change in CHANGES if stage < 3 or change not in ("set master", "edit")]
     if precision == "fp16":
         changes.remove("set state")  # the first steps overflow, so there is none yet
@@ -327,3 +325,35 @@ def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "saved" / "latest").read_text() == "last"
     assert (tmp_path / "saved" / "last" / "manifest.json").exists()
+
+
+def two_engines(folder: str, stage: int, zero: dict[str, Any], shared: bool) -> None:
+    """Both are saved at once, without waiting for each other, and each gets back what is its own."""
+    rank = dist.get_rank()
+    if zero.get("offload_optimizer", {}).get("device") == "nvme":
+        zero = {"offload_optimizer": {**zero["offload_optimizer"], "nvme_path": f"{folder}/nvme"}}
+    one, two = (runs.start(runs.config(stage, zero=dict(zero), **DECOUPLED), seed=seed) for seed in range(2))
+    folders = [f"{folder}/a", f"{folder}/{'a' if shared else 'b'}"]
+    saved = []
+    for index in range(3):
+        for engine in (one, two):
+            runs.step(engine, index, rank)
+        saved.append([runs.snapshot(one), runs.snapshot(two)])
+        one.save_checkpoint(folders[0], f"one{index}")
+        two.save_checkpoint(folders[1], f"two{index}")
+    one.load_checkpoint(folders[0], "one1")
+    runs.same(saved[1][0], runs.snapshot(one))
+    one.destroy()
+    two.load_checkpoint(folders[1], "two0")
+    runs.same(saved[0][1], runs.snapshot(two))
+    two.destroy()
+
+
+NVME = {"offload_optimizer": {"device": "nvme", "buffer_count": 5}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "shared"), ((2, {}, True), wide(0, {}, True), wide(3, {}, True), (3, NVME, False))
+)
+def test_two_engines_at_once(pool: WorkerPool, tmp_path: Path, stage: int, zero: dict[str, Any], shared: bool) -> None:
+    pool.run(2, two_engines, str(tmp_path), stage, zero, shared)

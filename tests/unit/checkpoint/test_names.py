@@ -57,7 +57,7 @@ def test_hidden_names_are_read_back() -> None:
         hidden = names.HiddenName("step.7", kind, "0a1b")
         assert names.parse_hidden(str(hidden)) == hidden
     assert names.parse_hidden("step7") is None
-    assert names.is_partial_file(names.partial_file("latest", 12))
+    assert names.is_partial_file(names.partial_file("latest"))
     assert not names.is_partial_file("latest")
 
 
