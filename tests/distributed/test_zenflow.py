@@ -371,3 +371,154 @@ def _slow(stage: int) -> None:
 @pytest.mark.parametrize("stage", (2, 3))
 def test_a_slow_thread_changes_no_number(pool, stage: int) -> None:
     pool.run(2, _slow, stage)
+
+
+# ---- with the rest of the library ----------------------------------------------------------------------------------
+
+
+def _away_and_wired_anew(stage: int) -> None:
+    """States that go away and come back, and an optimizer that is wired anew in a window, go on where they were."""
+    engine, twin = start(stage, LATE, "bf16"), start(stage, LATE, "bf16")
+    for index in range(9):
+        backward(engine, index)
+        backward(twin, index)
+        for one in (engine, twin):
+            one.step()
+        if index in (1, 3):
+            engine.offload_states(pin_memory=False)
+            assert not [kind for kind, _ in engine.optimizer.zenflow.storages() if kind in ("master", "optimizer")]
+            engine.reload_states()
+        if index == 4:  # as where parameters are unfrozen
+            engine.optimizer.watch.remove()
+            engine.optimizer._wire()
+            if engine.optimizer.sharding is not None:
+                engine.optimizer.sharding.install_hooks()
+    assert_same(everything(engine), everything(twin))
+    engine.destroy()
+    twin.destroy()
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_states_away_and_back(pool, stage: int) -> None:
+    pool.run(2, _away_and_wired_anew, stage)
+
+
+def _unfreeze(stage: int) -> None:
+    import deepspeed
+
+    model = SPECS["mlp"].build()
+    model[2].requires_grad_(False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, **zero(LATE)},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    train(engine, 0, 4)
+    before = weights(engine)
+    model[2].requires_grad_(True)
+    train(engine, 4, 8)
+    for old, new in zip(before, weights(engine), strict=True):
+        assert not torch.equal(old, new)
+    assert engine.optimizer.zenflow.rounds == 8
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_unfrozen_parameters_join(pool, stage: int) -> None:
+    pool.run(2, _unfreeze, stage)
+
+
+def _near_and_far() -> None:
+    """A part of the states on the device (twin-flow) is updated as always; weights in host memory are found there."""
+    from tests.harness.offload import apart
+
+    flow, spec = {**STEP, "update_interval": 1}, {"device": "cpu", "ratio": 0.4}
+    with apart():
+        engines = [
+            start(3, None, "bf16", zero_optimization={"stage": 3, "reduce_bucket_size": 300}),
+            start(3, None, "bf16", zero_optimization={"stage": 3, **zero(flow, offload_optimizer=spec)}),
+            start(3, None, "bf16", zero_optimization={"stage": 3, **zero(flow, offload_param={"device": "cpu"})}),
+        ]
+    assert engines[1].optimizer.zenflow.left
+    for engine in engines:
+        train(engine, 0, 5)
+    plain = weights(engines[0])
+    for engine in engines[1:]:
+        assert_same(weights(engine), plain)
+    for engine in engines:
+        engine.destroy()
+
+
+def test_twin_flow_and_weights_in_host_memory(pool) -> None:
+    pool.run(2, _near_and_far)
+
+
+def _held_bytes(stage: int) -> None:
+    from tests.harness.offload import apart
+
+    with apart():
+        engine = start(stage, {**LATE, "select_interval": 6}, "bf16")
+    train(engine, 0, 4)
+    flow, world = engine.optimizer.zenflow, dist.get_world_size()
+    weight, bias, columns = 3 * 16 * 16, 3 * 16, 4
+    important = sum(piece.cut.numel for piece in flow.pieces)
+    everybody = torch.tensor(important)
+    dist.all_reduce(everybody)
+    assert int(everybody) == weight * columns // 16 + bias  # nobody holds what another rank owns
+    assert abs(important - int(everybody) // world) <= 3 * 16
+    held: dict[str, int] = {}
+    for kind, tensor in flow.storages():
+        held[kind] = held.get(kind, 0) + tensor.nbytes
+    padding = 60 * len(flow.pieces)
+    assert 0 <= held["master"] - 4 * important <= padding
+    assert 0 <= held["optimizer"] - 8 * important <= 2 * padding
+    assert 0 <= held["gradient"] - 2 * important <= padding
+    total = engine.optimizer.model_state_bytes()
+    expected = engine.optimizer.expected_state_bytes()
+    assert total["master"] + total["optimizer"] == held["master"] + held["optimizer"]
+    for kind in ("master", "optimizer", "gradient"):
+        assert abs(total[kind] - expected[kind]) <= 2 * padding, kind
+    assert expected["host"] <= total["host"]  # which comes in pages
+    before, steps = flow.deferred.bytes_to_device, 6
+    train(engine, 4, 4 + steps)
+    landed = flow.deferred.bytes_to_device - before
+    assert landed == 2 * steps // 3 * sum(piece.bound.fragment.numel for piece in flow.deferred.pieces)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_bytes_are_those_of_the_formula(pool, world: int) -> None:
+    pool.run(world, _held_bytes, 2)
+
+
+def _epochs() -> None:
+    import deepspeed
+
+    auto = {"topk_ratio": 0.25, "update_interval": 2}
+    epoch = {**auto, "select_strategy": "epoch", "select_interval": 2}
+    data = torch.utils.data.TensorDataset(torch.randn(20, 16), torch.randn(20, 16))
+    section = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+
+    def made(flow: dict[str, Any], **more: Any) -> Any:
+        config = {**section, "zero_optimization": {"stage": 2, **zero(flow)}}
+        return deepspeed.initialize(model=SPECS["mlp"].build(), config=config, **more)[0]
+
+    for flow, more, steps in (
+        (auto, {}, 100),
+        (auto, {"training_data": data}, 10 // dist.get_world_size()),
+        (epoch, {"training_data": data}, 20 // dist.get_world_size()),
+        ({**epoch, "steps_per_epoch": 3}, {}, 6),
+    ):
+        engine = made(flow, **more)
+        assert engine.optimizer.zenflow.select_steps == steps
+        engine.destroy()
+    with pytest.raises(ValueError, match=r"zenflow.select_strategy is epoch.*zenflow.steps_per_epoch"):
+        made(epoch)
+    params = SPECS["mlp"].build().parameters()
+    with pytest.raises(ValueError, match=r"zero_optimization.zenflow: the optimizer is RMSprop"):
+        made(auto, optimizer=torch.optim.RMSprop(params))
+
+
+def test_epochs_and_optimizers(pool) -> None:
+    pool.run(1, _epochs)

@@ -85,6 +85,8 @@ def expected_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
         if not group.aliased:
             totals["master"] += numel * group.master_dtype.itemsize // share
         totals["optimizer"] += states
+    for kind, nbytes in optimizer.zenflow.expected_bytes().items() if optimizer.zenflow is not None else ():
+        totals[kind] += nbytes
     share = optimizer.shards.world if placement.parameter_sharded else 1
     totals["parameter"] += sum(param.numel() * param.element_size() for _, param in optimizer.frozen) // share
     if optimizer.sharding is not None and optimizer.sharding.secondary_ranks:

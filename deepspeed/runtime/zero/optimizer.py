@@ -522,6 +522,8 @@ class ZeroOptimizer(ZeROOptimizer):
     ) -> None:
         """See :func:`offload_states.offload_zero_states`."""
         self.hold_still()
+        if self.zenflow is not None:
+            self.zenflow.leave_device()
         offload_zero_states(self, include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:

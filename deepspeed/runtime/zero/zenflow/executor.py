@@ -85,11 +85,9 @@ class ZenFlow:
     def _take(self, group: ShardGroup, key: int, grad: torch.Tensor) -> None:
         """``grad`` is on the device, and on its way to host memory: a segment's piece, or a parameter's gradient."""
         for piece in self._landing.get((id(group), key), ()):
-            if piece.cut is None:
-                continue
-            self.important.take(piece, group.grad_view(piece.bound, grad) if group.sharded else grad)
             held = group.grad_of(piece.bound)
-            piece.landed = held._version if held is not None else -1
+            taken = self.important.take(piece, group.grad_view(piece.bound, grad) if group.sharded else grad)
+            piece.landed = held._version if taken and held is not None else -1
 
     # ---- the boundary ----------------------------------------------------------------------------------------------
 
@@ -214,6 +212,11 @@ class ZenFlow:
                 self.important.load()
         self._host_counts = False
 
+    def leave_device(self) -> None:
+        """Let go of what is on the device until the next step. Readers' rules hold: see :meth:`hold_still`."""
+        self.hold_still()
+        self.important.drop()
+
     def adopt(self, *, with_states: bool) -> None:
         """Go on from leaves and states that were loaded. Collective.
 
@@ -221,6 +224,7 @@ class ZenFlow:
         """
         self.deferred.hold_still()
         self._spare = {}
+        self.important.drop()
         resume.read(self, with_states=with_states)
         self._host_counts = True
 
@@ -240,10 +244,19 @@ class ZenFlow:
         for spare in self._spare.values():
             yield from (("host", tensor) for tensor in spare.storages())
 
-    def important_numel(self) -> int:
-        """Elements of this rank that are important; before the first choice: that will be, to the nearest column."""
-        total = 0.0
+    def expected_bytes(self) -> dict[str, int]:
+        """The formula of docs/offload.md for this rank, by kind; before the first choice to the nearest column."""
+        options = self.options
+        sums = (0 if options.update_interval == 1 else 4) * (2 if options.overlap else 1)
+        totals = {"master": 0, "optimizer": 0, "gradient": 0, "host": 0}
         for piece in self.pieces:
+            numel = piece.bound.fragment.numel
             share = self._chosen_of(piece.columns) / piece.columns
-            total += piece.cut.numel if piece.cut is not None else share * piece.bound.fragment.numel
-        return int(total)
+            important = piece.cut.numel if piece.cut is not None else int(numel * share)
+            width = piece.bound.leaf.element_size()
+            totals["master"] += important * width
+            totals["host" if options.offload else "optimizer"] += 2 * important * width
+            totals["gradient"] += important * piece.group.accum_dtype.itemsize
+            totals["host"] += numel * (sums + piece.group.dtype.itemsize) if share < 1 else 0
+            totals["host"] += numel * piece.group.accum_dtype.itemsize if options.overlap else 0
+        return totals

@@ -85,6 +85,13 @@ class ImportantPart:
             {**group, "params": leaves} for group, leaves in zip(self.base.param_groups, members, strict=True)
         ]
 
+    def drop(self) -> None:
+        """Let go of everything on the device; what the host has counts, and :meth:`load` makes it anew."""
+        self._packed = {}
+        self.optimizer.state.clear()
+        for piece in self.pieces:
+            piece.landed = -1
+
     @torch.no_grad()
     def store(self) -> None:
         """Leaves and states in host memory are those of the last step, also where they are important."""
@@ -102,11 +109,16 @@ class ImportantPart:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take(self, piece: Piece, grad: torch.Tensor) -> None:
-        """Pack the important elements of ``grad``, the piece's gradient as reduced, on any device."""
+    def take(self, piece: Piece, grad: torch.Tensor) -> bool:
+        """Pack the important elements of ``grad``, the piece's gradient as reduced, on any device.
+
+        False where there is nothing to pack them into yet.
+        """
         packed = self._packed.get(id(piece))
-        if packed is not None and piece.cut is not None:
-            piece.cut.gather(grad, packed.grad)
+        if packed is None or piece.cut is None:
+            return False
+        piece.cut.gather(grad, packed.grad)
+        return True
 
     @torch.no_grad()
     def squares(self, pieces: Sequence[Piece], scale: float) -> float:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.checkpoint import constants as keys
 from deepspeed.comm import collectives
 from deepspeed.runtime.zero.stepper import Unit
 from deepspeed.runtime.zero.zenflow.pieces import Piece
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
     from deepspeed.runtime.zero.zenflow.executor import ZenFlow
 
-FACTS, PENDING, WEIGHT = "zenflow", "zenflow_pending", "zenflow_weight"
+FACTS, PENDING, WEIGHT = keys.ZENFLOW_KEY, "zenflow_pending", "zenflow_weight"
 
 
 def write(flow: ZenFlow) -> None:
@@ -56,8 +57,8 @@ def forget(flow: ZenFlow) -> None:
     """Take it away again: the optimizer's states are the optimizer's alone."""
     for piece in flow.pieces:
         state = flow.base.state.get(piece.bound.leaf, {})
-        for key in (FACTS, PENDING, WEIGHT):
-            state.pop(key, None)
+        for name in (FACTS, PENDING, WEIGHT):
+            state.pop(name, None)
 
 
 @torch.no_grad()
