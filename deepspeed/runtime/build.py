@@ -473,7 +473,7 @@ def wrap_optimizer(
         comm_dtype_of=lambda param: precision.autocast if id(param) in safe else None,
         offload=offload_options(config, basic, precision, routes.shards.world),
     )
-    return optimizer_class(int(zero.stage), precision, mics=zero.mics_shard_size > 0)(
+    return optimizer_class(int(zero.stage), precision, basic, mics=zero.mics_shard_size > 0)(
         basic,
         names=names,
         placement=placement,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
@@ -35,6 +36,28 @@ def calls(client: str, *shapes: str) -> Callable[[Body], Body]:
 def refused(client: str, rows: dict[str, str]) -> None:
     """Enters calls that belong to features that are not built: expression -> words of the feature's name."""
     REFUSED.setdefault(client, {}).update(rows)
+
+
+class Mpu:
+    """The object of model-parallel clients: all ranks data parallel, the model whole. Makes no group."""
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_model_parallel_group(self) -> Any:
+        return None
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
 
 
 def settings(stage: int, zero: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
