@@ -47,6 +47,7 @@ _get_device = torch.Tensor.get_device
 
 # One launch per kind: dtypes of param, grad, states and copy (None: there is none), form of the rule, alignment.
 _Dtypes = tuple[torch.dtype | None, ...]
+_Kind = tuple[_Dtypes, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class DeviceTable:
         self._rules: list[list[_Number]] = []
         self._forms: list[bool] = []
         # device index -> kind -> [addresses of five places, numel, rule, place in the table], a column each
-        self._kinds: dict[int, dict[tuple[_Dtypes, bool, bool], list[list[int]]]] = {}
+        self._kinds: dict[int, dict[_Kind, list[list[int]]]] = {}
         self._written: list[list[torch.Tensor]] = []
         self._kept: list[Any] = []
         self._count = 0
@@ -174,7 +175,9 @@ class DeviceTable:
             return (
                 _PLAIN.issuperset(map(type, tensors))
                 and KINDS.keys() >= {tensor.dtype for tensor in tensors}
-                and {tensor.device.type for tensor in tensors} <= _DEVICES
+                and False not in (
+                    [tensor.is_cuda for tensor in tensors] if "cuda" in _DEVICES else [t.is_cpu for t in tensors]
+                )
                 and all(map(_is_contiguous, tensors))
             )
         except RuntimeError:  # a layout without strides
@@ -204,29 +207,60 @@ class DeviceTable:
         """
         if not params:
             return
-        columns: list[Sequence[torch.Tensor | None]] = [params, grads, *states]
-        columns += [[None] * len(params)] * (4 - len(columns))
-        columns.append([None] * len(params) if outs is None else outs)
+        given = [params, grads, *states]
         sizes, devices = list(map(_numel, params)), list(map(_get_device, params))
-        for column in columns[1:]:
-            _check_column(column, sizes, devices)
-        addresses = [
-            [0] * len(sizes) if column[0] is None and column is not columns[4] else list(map(_address, column))
-            for column in columns
-        ]
-        dtypes = list(zip(*([None if t is None else t.dtype for t in column] for column in columns), strict=True))
-        aligned = [not functools.reduce(operator.or_, row) % _WIDE for row in zip(*addresses, strict=True)]
-        forms = [self._forms[rule] for rule in rules]
-        values = zip(*addresses, sizes, rules, range(self._count, self._count + len(sizes)), strict=True)
-        for device, kind, row in zip(devices, zip(dtypes, forms, aligned, strict=True), values, strict=True):
-            found = self._kinds.setdefault(device, {}).setdefault(kind, [[] for _ in row])
-            for column_of_kind, value in zip(found, row, strict=True):
-                column_of_kind.append(value)
-        self._count += len(sizes)
-        self._written.append(params)
-        if outs is not None:
-            self._written.append([out for out in outs if out is not None])
+        for column in given[1:]:
+            if list(map(_numel, column)) != sizes or list(map(_get_device, column)) != devices:
+                raise ValueError(_unlike(params, column))
+        some_outs = [out for out in outs if out is not None] if outs is not None else []
+        if some_outs:
+            there = [param for param, out in zip(params, outs or (), strict=True) if out is not None]
+            if any(o.numel() != p.numel() or o.device != p.device for p, o in zip(there, some_outs, strict=True)):
+                raise ValueError(_unlike(there, some_outs))
+        count = len(params)
+        columns: list[list[int]] = [list(map(_data_ptr, column)) for column in given]
+        columns += [[0] * count] * (4 - len(columns))
+        columns.append([0] * count if not some_outs else [0 if o is None else o.data_ptr() for o in outs or ()])
+        columns += [sizes, rules, list(range(self._count, self._count + count))]
+        found: list[list[torch.dtype | None]] = [[tensor.dtype for tensor in column] for column in given]
+        found += [[None] * count] * (4 - len(found))
+        found.append([None] * count if not some_outs else [None if o is None else o.dtype for o in outs or ()])
+        self._sort(devices, found, rules, columns)
+        self._count += count
+        self._written += [params, some_outs]
         self._kept.append((grads, states))
+
+    def _sort(
+        self,
+        devices: list[int],
+        dtypes: list[list[torch.dtype | None]],
+        rules: list[int],
+        columns: list[list[int]],
+    ) -> None:
+        """Put rows, given as columns, to those of their device and kind."""
+        forms = {self._forms[rule] for rule in set(rules)}
+        sorts: list[list[Any]] = [devices, *dtypes]
+        uniform = len(forms) == 1 and all(column.count(column[0]) == len(column) for column in sorts)
+        low_bits = 0
+        for addresses in columns[:5]:
+            low_bits |= functools.reduce(operator.or_, addresses)
+        if uniform and not low_bits % _WIDE:
+            kind = tuple(column[0] for column in dtypes), forms.pop(), True
+            for column, values in zip(self._columns(devices[0], kind), columns, strict=True):
+                column += values
+            return
+        # One by one: the rule, and tensors of other dtypes or addresses, make a difference.
+        aligned = [not functools.reduce(operator.or_, row) % _WIDE for row in zip(*columns[:5], strict=True)]
+        kinds = zip(zip(*dtypes, strict=True), [self._forms[rule] for rule in rules], aligned, strict=True)
+        for device, kind, row in zip(devices, kinds, zip(*columns, strict=True), strict=True):
+            for column, value in zip(self._columns(device, kind), row, strict=True):
+                column.append(value)
+
+    def _columns(self, device: int, kind: _Kind) -> list[list[int]]:
+        kinds = self._kinds.setdefault(device, {})
+        if kind not in kinds:
+            kinds[kind] = [[] for _ in range(8)]
+        return kinds[kind]
 
     def run(self, scale: float | torch.Tensor = 1.0) -> list[torch.Tensor]:
         """Launch: one kernel per kind of row (LAMB: three). scale: factor of the gradients, for Adam and Lion.
@@ -247,7 +281,7 @@ class DeviceTable:
             torch.autograd.graph.increment_version(tensors)
         return results
 
-    def _batch(self, device: torch.device, kind: tuple[_Dtypes, bool, bool], columns: list[list[int]]) -> Batch:
+    def _batch(self, device: torch.device, kind: _Kind, columns: list[list[int]]) -> Batch:
         count = len(columns[0])
         content = array.array("q", bytes(8 * _ROW * count))
         for place in range(7):
@@ -287,17 +321,14 @@ def _number(value: _Number) -> _Number:
     return float(value)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _check_column(column: Sequence[torch.Tensor | None], sizes: list[int], devices: list[int]) -> None:
-    for tensor, numel, device in zip(column, sizes, devices, strict=True):
-        if tensor is not None and (tensor.numel() != numel or tensor.get_device() != device):
-            raise ValueError(
-                f"multi-tensor kernel: tensor of shape {tuple(tensor.shape)} on {tensor.device} beside a parameter of "
-                f"{numel} elements on device {device}; expected as many elements on the same device"
-            )
+def _unlike(params: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> str:
+    param, other = next(
+        (p, o) for p, o in zip(params, others, strict=True) if p.numel() != o.numel() or p.device != o.device
+    )
+    return (
+        f"multi-tensor kernel: a tensor of shape {tuple(other.shape)} on {other.device} beside a parameter of shape "
+        f"{tuple(param.shape)} on {param.device}; expected as many elements on the same device"
+    )
 
 
 def _starts(units: list[int]) -> list[int]:

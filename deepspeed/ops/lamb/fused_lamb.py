@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -155,27 +156,27 @@ class FusedLamb(StateOptimizer):
         self, table: multi_tensor.DeviceTable, group: dict[str, Any], pairs: _Pairs, divisor: float | torch.Tensor
     ) -> list[bool]:
         """Put what the kernels can take into the table; returns which pairs those were."""
-        taken = list(map(table.readable, pairs))
-        for (param, _), there in zip(pairs, taken, strict=True):
-            if there and not self.state[param]:
+        params, grads = (list(column) for column in zip(*pairs, strict=True))
+        taken = [True] * len(pairs)
+        if not (table.readable(params) and table.readable(grads)):
+            taken = list(map(table.readable, pairs))
+        states = [self.state[param] for param in params]
+        for param, state, there in zip(params, states, taken, strict=True):
+            if there and not state:
                 self._make_state(param)
-        for place, (param, _) in enumerate(pairs):
-            state = self.state[param]
-            taken[place] = taken[place] and table.readable((state["exp_avg"], state["exp_avg_sq"]))
-        rows = [pair for pair, there in zip(pairs, taken, strict=True) if there]
-        states = [self.state[param] for param, _ in rows]
+        moments = [[state.get(key) for state in states] for key in ("exp_avg", "exp_avg_sq")]
+        if not (all(taken) and all(map(table.readable, moments))):
+            taken = [
+                there and table.readable(pair) for there, pair in zip(taken, zip(*moments, strict=True), strict=True)
+            ]
+        params, grads, states, *moments = (
+            list(compress(column, taken)) for column in (params, grads, states, *moments)
+        )
         for state in states:
             state["step"] += 1
-        rules = {
-            step: table.add_rule(self._numbers(group, step, divisor)) for step in {state["step"] for state in states}
-        }
-        table.extend(
-            [param for param, _ in rows],
-            [grad for _, grad in rows],
-            [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")],
-            None,
-            [rules[state["step"]] for state in states],
-        )
+        steps = [state["step"] for state in states]
+        rules = {step: table.add_rule(self._numbers(group, step, divisor)) for step in set(steps)}
+        table.extend(params, grads, moments, None, [rules[step] for step in steps])
         return taken
 
     def _numbers(self, group: dict[str, Any], step: int, divisor: float | torch.Tensor) -> tuple[Any, ...]:
