@@ -14,7 +14,7 @@ out=${OUT:-benchmarks/results}
 mkdir -p "$out"
 {
     "$python" -m deepspeed.env_report --json
-    timeout 180 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests/device
-    timeout 200 "$python" benchmarks/gpu_step.py
+    timeout 200 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests/device
+    timeout 220 "$python" benchmarks/gpu_step.py
 } 2>&1 | tee "$out/$name.txt"
 exit "${PIPESTATUS[0]}"

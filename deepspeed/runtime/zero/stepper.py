@@ -4,7 +4,7 @@
 
 The update runs over *units*: fragments whose gradients, cast to the master dtype, fit the workspace. So a bf16 or
 fp16 model never holds a full fp32 copy of its gradients. Where gradients already have the master's dtype there is one
-unit and no copy. Our own CPU optimizers need no cast gradients at all (``fused_update.py``).
+unit and no copy. Our own optimizers with kernels need no cast gradients at all (``fused_update.py``).
 
 The executor here is inline: one unit after the other on the calling thread. Pipelined (``disk_states.py``),
 speculative (``speculation.py``) and asynchronous ones (``zenflow/``) stand beside it.
