@@ -266,7 +266,12 @@ class DeviceTable:
         """Launch: one kernel per kind of row (LAMB: three). scale: factor of the gradients, for Adam and Lion.
 
         Returns what the kernels give back per row (LAMB: the ratios), 0-dim tensors in the order of the rows.
+
+        Raises:
+            RuntimeError: the stream is being captured into a graph.
         """
+        if any(device >= 0 for device in self._kinds):
+            _refuse_capture()
         results: list[Any] = [None] * self._count
         launch = getattr(_kernels(), self._op.launch)
         for device, kinds in self._kinds.items():
@@ -351,6 +356,15 @@ def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tens
     """On the device without waiting: locked memory is handed out again only when the copy has left it."""
     host = values if isinstance(values, torch.Tensor) else torch.frombuffer(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a fused optimizer's step cannot be captured into a CUDA graph: its number and learning rate come from the "
+            "host each time, and a replay would repeat those of the capture; leave optimizer.step() out of the graph, "
+            "or take torch's optimizer with capturable=True"
+        )
 
 
 class _device:

@@ -38,7 +38,6 @@ WARPS = 8
 _ROW = tl.constexpr(8)
 _NUMEL, _RULE, _FIRST_UNIT = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _NUMBERS = tl.constexpr(12)
-_SCALE = tl.constexpr(7)
 
 _DTYPES = {None: None, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -50,6 +49,16 @@ def _unit(rows, units, CHUNK: tl.constexpr):
     row = rows + tl.load(units + unit).to(tl.int64) * _ROW
     start = (unit - tl.load(row + _FIRST_UNIT)) * CHUNK
     return row, start, tl.minimum(tl.load(row + _NUMEL) - start, CHUNK)
+
+
+@triton.jit
+def _rule(numbers, row):
+    """The numbers of the row's rule, read once; those a kernel does not use are not."""
+    at = numbers + tl.load(row + _RULE) * _NUMBERS
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -102,17 +111,17 @@ def _adam_block(
     PARAM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, OUT: tl.constexpr,
     DECOUPLED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    decay = tl.load(rule + 4)
+    decay = rule[4]
     value = _read(param, offsets, left, FULL)
-    g = _read(grad, offsets, left, FULL) * tl.load(rule + _SCALE)
+    g = _read(grad, offsets, left, FULL) * rule[7]
     if DECOUPLED:
         value = value * decay
     else:
         g = tl.where(decay != 0.0, tl.fma(value, decay, g), g)
-    mean = _lerp(_read(first, offsets, left, FULL), g, tl.load(rule))
-    square = tl.fma(tl.load(rule + 2) * g, g, tl.load(rule + 1) * _read(second, offsets, left, FULL))
-    divisor = tl.div_rn(tl.sqrt_rn(square), tl.load(rule + 6)) + tl.load(rule + 3)
-    value = value + tl.div_rn(tl.load(rule + 5) * mean, divisor)
+    mean = _lerp(_read(first, offsets, left, FULL), g, rule[0])
+    square = tl.fma(rule[2] * g, g, rule[1] * _read(second, offsets, left, FULL))
+    divisor = tl.div_rn(tl.sqrt_rn(square), rule[6]) + rule[3]
+    value = value + tl.div_rn(rule[5] * mean, divisor)
     _write(first, mean.to(FIRST), offsets, left, FULL)
     _write(second, square.to(SECOND), offsets, left, FULL)
     _write_param(param, out, value, offsets, left, PARAM, OUT, FULL)
@@ -126,7 +135,7 @@ def adam_kernel(
 ):  # fmt: skip
     """FORM: decoupled decay. Numbers: lerp coefficient, beta2, 1 - beta2, eps, decay, -lr / bias1, sqrt(bias2)."""
     row, start, count = _unit(rows, units, CHUNK)
-    rule = numbers + tl.load(row + _RULE) * _NUMBERS
+    rule = _rule(numbers, row)
     param = _pointer(row, 0, start, PARAM, ALIGNED)
     grad = _pointer(row, 1, start, GRAD, ALIGNED)
     first = _pointer(row, 2, start, FIRST, ALIGNED)
@@ -154,14 +163,14 @@ def _lion_block(
     param, grad, first, out, offsets, left, rule,
     PARAM: tl.constexpr, FIRST: tl.constexpr, OUT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    rate = tl.load(rule + 2)
-    g = _read(grad, offsets, left, FULL) * tl.load(rule + _SCALE)
+    rate = rule[2]
+    g = _read(grad, offsets, left, FULL) * rule[7]
     momentum = _read(first, offsets, left, FULL)
-    towards = _lerp(momentum, g, tl.load(rule))
+    towards = _lerp(momentum, g, rule[0])
     # The sign of 0 and of NaN is 0.
     change = tl.where(towards > 0.0, rate, 0.0) - tl.where(towards < 0.0, rate, 0.0)
-    value = _read(param, offsets, left, FULL) * tl.load(rule + 3) - change
-    _write(first, _lerp(momentum, g, tl.load(rule + 1)).to(FIRST), offsets, left, FULL)
+    value = _read(param, offsets, left, FULL) * rule[3] - change
+    _write(first, _lerp(momentum, g, rule[1]).to(FIRST), offsets, left, FULL)
     _write_param(param, out, value, offsets, left, PARAM, OUT, FULL)
 
 
@@ -173,7 +182,7 @@ def lion_kernel(
 ):  # fmt: skip
     """Numbers: lerp coefficients of the direction and of the momentum, lr, 1 - lr * decay."""
     row, start, count = _unit(rows, units, CHUNK)
-    rule = numbers + tl.load(row + _RULE) * _NUMBERS
+    rule = _rule(numbers, row)
     param = _pointer(row, 0, start, PARAM, ALIGNED)
     grad = _pointer(row, 1, start, GRAD, ALIGNED)
     first = _pointer(row, 2, start, FIRST, ALIGNED)
@@ -201,16 +210,16 @@ def lion_kernel(
 def _lamb_block(param, grad, first, second, offsets, left, rule, INSIDE: tl.constexpr, FULL: tl.constexpr):
     """(parameter, its direction, mean, square) before the update."""
     value = _read(param, offsets, left, FULL)
-    g = tl.div_rn(_read(grad, offsets, left, FULL), tl.load(rule + _SCALE))
-    mean = _lerp(_read(first, offsets, left, FULL), g, tl.load(rule))
-    square = _read(second, offsets, left, FULL) * tl.load(rule + 1) + tl.load(rule + 2) * g * g
-    divisor = tl.div_rn(square, tl.load(rule + 8))
+    g = tl.div_rn(_read(grad, offsets, left, FULL), rule[7])
+    mean = _lerp(_read(first, offsets, left, FULL), g, rule[0])
+    square = _read(second, offsets, left, FULL) * rule[1] + rule[2] * g * g
+    divisor = tl.div_rn(square, rule[8])
     if INSIDE:
-        divisor = tl.sqrt_rn(divisor + tl.load(rule + 3))
+        divisor = tl.sqrt_rn(divisor + rule[3])
     else:
-        divisor = tl.sqrt_rn(divisor) + tl.load(rule + 3)
-    direction = tl.div_rn(tl.div_rn(mean, tl.load(rule + 6)), divisor)
-    decay = tl.load(rule + 4)
+        divisor = tl.sqrt_rn(divisor) + rule[3]
+    direction = tl.div_rn(tl.div_rn(mean, rule[6]), divisor)
+    decay = rule[4]
     return value, tl.where(decay != 0.0, direction + decay * value, direction), mean, square
 
 
@@ -222,7 +231,7 @@ def lamb_norms_kernel(
 ):  # fmt: skip
     """sums: of the squares of each unit's parameters and directions, [units, 2] fp32. FORM: eps inside the root."""
     row, start, count = _unit(rows, units, CHUNK)
-    rule = numbers + tl.load(row + _RULE) * _NUMBERS
+    rule = _rule(numbers, row)
     param = _pointer(row, 0, start, PARAM, ALIGNED)
     grad = _pointer(row, 1, start, GRAD, ALIGNED)
     first = _pointer(row, 2, start, FIRST, ALIGNED)
@@ -254,7 +263,7 @@ def lamb_norms_kernel(
 def lamb_ratio_kernel(rows, numbers, sums, ratios, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """The trust ratio of each row: clamp(|p| / |u|), 1 where a norm is 0 or NaN; one program per row."""
     row = rows + tl.program_id(0).to(tl.int64) * _ROW
-    rule = numbers + tl.load(row + _RULE) * _NUMBERS
+    rule = _rule(numbers, row)
     sums += 2 * tl.load(row + _FIRST_UNIT)
     count = (tl.load(row + _NUMEL) + CHUNK - 1) // CHUNK
     of_params = tl.zeros((BLOCK,), tl.float32)
@@ -267,7 +276,7 @@ def lamb_ratio_kernel(rows, numbers, sums, ratios, CHUNK: tl.constexpr, BLOCK: t
     direction_norm = tl.sqrt_rn(tl.sum(of_directions, axis=0))
     usable = (param_norm > 0.0) & (direction_norm > 0.0)
     ratio = tl.div_rn(param_norm, tl.where(usable, direction_norm, 1.0))
-    low, high = tl.load(rule + 9), tl.load(rule + 10)
+    low, high = rule[9], rule[10]
     ratio = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))  # NaN, of inf / inf, stays
     tl.store(ratios + tl.program_id(0), tl.where(usable, ratio, 1.0))
 
@@ -278,7 +287,7 @@ def _lamb_apply(
     PARAM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, INSIDE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     value, direction, mean, square = _lamb_block(param, grad, first, second, offsets, left, rule, INSIDE, FULL)
-    value = value - direction * ratio * tl.load(rule + 5)
+    value = value - direction * ratio * rule[5]
     _write(first, mean.to(FIRST), offsets, left, FULL)
     _write(second, square.to(SECOND), offsets, left, FULL)
     _write(param, value.to(PARAM), offsets, left, FULL)
@@ -292,7 +301,7 @@ def lamb_kernel(
 ):  # fmt: skip
     """Numbers: lerp coefficient, beta2, 1 - beta2, eps, decay, lr, bias1, divisor of gradients, bias2, min, max."""
     row, start, count = _unit(rows, units, CHUNK)
-    rule = numbers + tl.load(row + _RULE) * _NUMBERS
+    rule = _rule(numbers, row)
     param = _pointer(row, 0, start, PARAM, ALIGNED)
     grad = _pointer(row, 1, start, GRAD, ALIGNED)
     first = _pointer(row, 2, start, FIRST, ALIGNED)
