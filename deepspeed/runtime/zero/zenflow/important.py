@@ -37,6 +37,11 @@ class _Packed:  # compared by identity
         self.away: dict[str, torch.Tensor] = {}
 
 
+def _goes_by_rows(packed: _Packed) -> bool:
+    """Whether ``update_from`` does it in one pass; where it would go tensor by tensor, ``step`` takes all at once."""
+    return packed.leaf.is_cpu or packed.leaf.dtype != torch.float32
+
+
 class ImportantPart:
     """See the module docstring. ``base`` is the optimizer of the leaves in host memory, ``pieces`` all fragments."""
 
@@ -138,7 +143,7 @@ class ImportantPart:
             for piece, packed in chosen:
                 self._bring_back(packed, piece.group.device)
                 self.optimizer.state[packed.leaf].update(packed.moments)
-            by_rows = [packed for _, packed in chosen if packed.leaf.is_cpu or packed.leaf.dtype != torch.float32]
+            by_rows = [packed for _, packed in chosen if _goes_by_rows(packed)]
             self.optimizer.update_from([(packed.leaf, packed.grad, None) for packed in by_rows], scale)
             self._step_together([packed for _, packed in chosen if packed not in by_rows], scale)
             for _, packed in chosen:
