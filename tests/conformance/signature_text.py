@@ -13,6 +13,7 @@ import datetime
 import enum
 import inspect
 import types
+from pathlib import Path
 from typing import Any
 
 OPAQUE = "(*args, **kwargs)"
@@ -21,7 +22,9 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def default_text(value: Any) -> str:
-    """A default as an expression; `...` for an object that has no value of its own."""
+    """A default as an expression; `...` for an object that has no value of its own, or one of this machine."""
+    if isinstance(value, (str, list)) and str(Path.home()) in str(value):
+        return "..."
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if type(value).__name__ in ("RedOpType", "ReduceOp", "dtype", "device"):  # of torch
