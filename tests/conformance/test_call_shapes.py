@@ -53,3 +53,18 @@ def test_calls(ranks: Callable[..., Any], tmp_path: Path, client: str) -> None:
 @pytest.mark.parametrize("client", REFUSED)
 def test_refusals(ranks: Callable[..., Any], client: str) -> None:
     assert ranks(refuse, client) == [[]]
+
+
+def test_the_table_is_complete() -> None:
+    """Each client is there, and no call twice; prints how many there are."""
+    shapes = [shape for rows in CALLS.values() for found, _ in rows for shape in found]
+    functions = sum(map(len, CALLS.values()))
+    refusals = sum(map(len, REFUSED.values()))
+    print(f"{len(shapes)} calls made by {functions} functions, {refusals} refusals, {len(CALLS)} groups")
+    assert set(CALLS) >= {
+        "accelerate", "transformers", "trl", "peft", "lightning", "axolotl", "llamafactory", "ms-swift", "openrlhf",
+        "mii", "examples", "Megatron-DeepSpeed", "gpt-neox", "ArcticTraining", "ray",
+    }  # fmt: skip
+    for client, rows in CALLS.items():
+        named = [shape for found, _ in rows for shape in found]
+        assert sorted(named) == sorted(set(named)), client

@@ -17,7 +17,19 @@ from torch.utils.data import TensorDataset
 import deepspeed
 from deepspeed import comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from tests.conformance.calls.table import Mpu, backward, calls, changed, model, refused, settings, start, train, weights
+from tests.conformance.calls.table import (
+    Mpu,
+    backward,
+    calls,
+    changed,
+    compiling,
+    model,
+    refused,
+    settings,
+    start,
+    train,
+    weights,
+)
 
 # ---- starting -------------------------------------------------------------------------------------
 
@@ -238,6 +250,7 @@ def collectives(folder: Path) -> None:
     "local_rank device train eval lr_scheduler (assignable) data_parallel_group",
     "tput_timer.update_epoch_count()",
     "optimizer.{param_groups,cur_scale,overflow,optimizer,zero_grad}",
+    "optimizer.check_overflow(external=True), optimizer.skip_step = True",
     "attributes of the model: engine.forward_value, .generate, .gradient_checkpointing_enable, .model",
 )
 def members(folder: Path) -> None:
@@ -271,6 +284,11 @@ def members(folder: Path) -> None:
     assert engine.optimizer.overflow is False
     engine.optimizer.zero_grad()
     engine.lr_scheduler = None
+    assert engine.optimizer.check_overflow(external=True) is False
+    engine.optimizer.skip_step = True
+    before = weights(engine)
+    train(engine, steps=2)
+    assert (engine.skipped_steps, changed(before, weights(engine))) == (1, False)
     assert engine.save_checkpoint(str(folder))
     assert engine.save_checkpoint(str(folder), "named")
     assert engine.save_checkpoint(str(folder), "more", {"epoch": 2})
@@ -298,7 +316,9 @@ def other_ways_to_train(folder: Path) -> None:
     engine.offload_states(include=["optim_states"])
     engine.reload_states()
     train(engine)
-    assert callable(engine.compile)  # test_patched_names.py trains a compiled engine
+    with compiling():
+        engine.compile("eager")  # test_patched_names.py trains a compiled engine
+        assert engine.is_compiled is True
     engine.destroy()
     assert engine.optimizer is None
 

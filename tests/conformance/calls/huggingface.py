@@ -231,6 +231,27 @@ def saves_and_members(folder: Path) -> None:
     engine.destroy()
 
 
+@calls(
+    "accelerate",
+    "deepspeed --hostfile F --no_local_rank --launcher NAME --exclude S --master_addr A --master_port P --module s",
+    "deepspeed --hostfile F --node_rank N --no_ssh --include S --num_gpus N --no_python script",
+    "launcher.runner.DEEPSPEED_ENVIRONMENT_NAME",
+)
+def command_lines(folder: Path) -> None:
+    from deepspeed.launcher import runner
+
+    line = "--hostfile F --no_local_rank --launcher pdsh --exclude b --master_addr A --master_port 77"
+    found = runner.parse_args([*line.split(), "--module", "s", "--x", "1"])
+    assert (found.hostfile, found.no_local_rank, found.launcher, found.exclude) == ("F", True, "pdsh", "b")
+    assert (found.master_addr, found.master_port, found.module, found.user_script) == ("A", 77, True, "s")
+    assert found.user_args == ["--x", "1"]
+    line = "--hostfile F --node_rank 1 --no_ssh --include a:0,1 --no_python"
+    found = runner.parse_args([*line.split(), "tool"])
+    assert (found.node_rank, found.no_ssh, found.include, found.no_python) == (1, True, "a:0,1", True)
+    assert runner.parse_args(["--num_gpus", "3", "s"]).num_gpus == 3
+    assert runner.DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"
+
+
 refused(
     "accelerate",
     {
@@ -297,6 +318,7 @@ def gathered(folder: Path) -> None:
     "get_accelerator().current_device_name()",
     "groups._get_sequence_parallel_group() in torch.distributed.nn.functional.all_gather",
     "utils.logger.setLevel(int)",
+    "utils.is_initialized()",
     "partition_parameters.{zero_wrapper_for_fp_tensor_constructor,_orig_torch_arange,get_accelerator}",
 )
 def small_things(folder: Path) -> None:
@@ -312,6 +334,7 @@ def small_things(folder: Path) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # newer torch has another name for it
         parts = differentiable.all_gather(torch.ones(2), group=groups._get_sequence_parallel_group())
     assert len(parts) == groups._get_sequence_parallel_world_size()
+    assert deepspeed.utils.is_initialized() is True
     level = logger.level
     logger.setLevel(logging.ERROR)
     assert logger.level == logging.ERROR

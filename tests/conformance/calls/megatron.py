@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,19 @@ from torch import nn
 import deepspeed
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from tests.conformance.calls.table import Mpu, backward, calls, changed, model, refused, settings, start, train, weights
+from tests.conformance.calls.table import (
+    Mpu,
+    backward,
+    calls,
+    changed,
+    environment,
+    model,
+    refused,
+    settings,
+    start,
+    train,
+    weights,
+)
 
 # ---- Megatron-DeepSpeed ----------------------------------------------------------------------------------------------
 
@@ -70,7 +83,7 @@ def training(folder: Path) -> None:
     "Megatron-DeepSpeed",
     "save_checkpoint(dir, client_state=) with universal_checkpoint_info()",
     "load_checkpoint(dir, load_module_strict=, load_optimizer_states=, load_lr_scheduler_states=, load_module_only=, "
-    "tag=None)",
+    "tag=None | '.')",
     "deepspeed.checkpoint.{UNIVERSAL_CHECKPOINT_*,*_PATTERNS,ORIGINAL_VOCAB_SIZE,PADDED_VOCAB_SIZE}",
     "module.state_dict replaced by the client",
 )
@@ -109,6 +122,9 @@ def checkpoints(folder: Path) -> None:
     assert path is not None
     assert state["iteration"] == 9
     assert state[keys.UNIVERSAL_CHECKPOINT_INFO][keys.PADDED_VOCAB_SIZE] == 8
+    assert not changed(kept, weights(engine))
+    train(engine)
+    assert engine.load_checkpoint(str(folder / "global_step1"), tag=".", load_module_only=True)[0] is not None
     assert not changed(kept, weights(engine))
     engine.destroy()
 
@@ -285,7 +301,7 @@ refused("Megatron-DeepSpeed", {text: feature for feature, texts in _MEGATRON.ite
     "initialize(model=, optimizer=, args=, lr_scheduler=, dist_init_required=False, model_parameters=, mpu=)",
     "initialize(..., config_params=)",
     "init_distributed(dist_backend=, auto_mpi_discovery=, distributed_port=, verbose=)",
-    "comm.mpi_discovery",
+    "comm.mpi_discovery(distributed_port=, verbose=)",
 )
 def neox_starts(folder: Path) -> None:
     from deepspeed.launcher import runner
@@ -297,7 +313,13 @@ def neox_starts(folder: Path) -> None:
     pool = {"one": 4, "two": 4}
     assert dict(runner.parse_inclusion_exclusion(pool, "", "two")) == {"one": [0, 1, 2, 3]}
     assert dict(runner.parse_inclusion_exclusion(pool, "one:0,2@two:1", "")) == {"one": [0, 2], "two": [1]}
-    assert callable(deepspeed.comm.mpi_discovery)  # its own tests run it under an environment of MPI
+    place = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    given = {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}
+    unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"))
+    with environment(MASTER_ADDR="10.0.0.1", **given, **unset):
+        deepspeed.comm.mpi_discovery(distributed_port=29511, verbose=False)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        assert [os.environ[name] for name in names] == ["1", "4", "1", "10.0.0.1", "29511"]
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, distributed_port=29500, verbose=False)
     config = settings(1)
     text = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()

@@ -23,12 +23,13 @@ from tests.conformance.calls.table import calls, model, refused, settings
     "accelerator.{current_device,set_device,device_count,empty_cache,synchronize}",
     'init_distributed(dist_backend="nccl", timeout=), init_distributed("nccl")',
     "initialize(model=, config=)",
+    "deepspeed -i host:ids --master_port P --master_addr A --no_ssh_check --no_local_rank --no_python --force_multi x",
 )
 def serving(folder: Path) -> None:
     from pydantic import field_validator
 
     from deepspeed.inference.config import DtypeEnum
-    from deepspeed.launcher.runner import DLTS_HOSTFILE, fetch_hostfile
+    from deepspeed.launcher.runner import DLTS_HOSTFILE, fetch_hostfile, parse_args
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -53,12 +54,16 @@ def serving(folder: Path) -> None:
         Serving(port=-1)
     with pytest.raises(ValueError, match="unknown"):
         Serving(unknown=1)
-    found = DeepSpeedConfig({"train_batch_size": 2, "zero_optimization": {"stage": 3}}).zero_optimization_stage
-    assert found == ZeroStageEnum.weights
+    parsed = DeepSpeedConfig({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
+    assert parsed.zero_optimization_stage == ZeroStageEnum.weights
     assert DLTS_HOSTFILE == "/job/hostfile"
     assert not fetch_hostfile(str(folder / "none"))
     (folder / "hosts").write_text("one slots=2\ntwo slots=4\n")
     assert dict(fetch_hostfile(str(folder / "hosts"))) == {"one": 2, "two": 4}
+    line = "-i localhost:0,1 --master_port 77 --master_addr localhost --no_ssh_check --no_local_rank --no_python"
+    found = parse_args([*line.split(), "--force_multi", "python", "-m", "serve"])
+    assert (found.include, found.no_ssh_check, found.force_multi) == ("localhost:0,1", True, True)
+    assert (found.user_script, found.user_args) == ("python", ["-m", "serve"])
     timer = SynchronizedWallClockTimer()("generate")
     timer.start()
     timer.stop()

@@ -7,6 +7,7 @@ import logging
 from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,18 @@ from torch import nn
 import deepspeed
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from tests.conformance.calls.table import backward, calls, changed, model, refused, settings, start, train, weights
+from tests.conformance.calls.table import (
+    backward,
+    calls,
+    changed,
+    compiling,
+    model,
+    refused,
+    settings,
+    start,
+    train,
+    weights,
+)
 
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 
@@ -256,6 +268,20 @@ refused(
 # ---- OpenRLHF --------------------------------------------------------------------------------------------------------
 
 
+def start_actor(net: nn.Module, config: dict[str, Any]) -> Any:
+    """The 4-tuple of `initialize`, as the actor calls it."""
+    groups = [{"params": list(net.parameters())[:2], "weight_decay": 0.1}, {"params": list(net.parameters())[2:]}]
+    return deepspeed.initialize(
+        model=net,
+        optimizer=None,
+        model_parameters=groups,
+        lr_scheduler=functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5),
+        config=config,
+        args={"local_rank": dist.get_rank()},
+        dist_init_required=True,
+    )
+
+
 @calls(
     "openrlhf",
     "init_distributed(timeout=timedelta)",
@@ -270,22 +296,21 @@ refused(
 )
 def actor(folder: Path) -> None:
     deepspeed.init_distributed(timeout=timedelta(minutes=1))
-    net = model()
     keys = ("sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters")
     config = settings(3, zero=dict.fromkeys(keys, "auto"))
-    groups = [{"params": list(net.parameters())[:2], "weight_decay": 0.1}, {"params": list(net.parameters())[2:]}]
-    engine, optimizer, _, schedule = deepspeed.initialize(
-        model=net,
-        optimizer=None,
-        model_parameters=groups,
-        lr_scheduler=functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5),
-        config=config,
-        args={"local_rank": dist.get_rank()},
-        dist_init_required=True,
-    )
+    engine, optimizer, _, schedule = start_actor(model(), config)
     assert len(optimizer.param_groups) == 2
     assert engine.zero_optimization_stage() == 3
     assert engine.config is config
+    device = deepspeed.get_accelerator()
+    backend = device.get_compile_backend()
+    with compiling():
+        device.set_compile_backend("eager")  # which needs no second to load
+        engine.compile()
+        device.set_compile_backend(backend)
+        assert engine.is_compiled is True
+    engine.destroy()
+    engine, optimizer, _, schedule = start_actor(model(), config)
     train(engine)
     assert engine.global_steps == 1
     assert schedule.get_last_lr() == [0.05, 0.05]
