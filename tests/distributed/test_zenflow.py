@@ -290,6 +290,25 @@ def test_resumed_is_unbroken(pool, tmp_path: Path, world: int, stage: int, flow:
     pool.run(world, _resumed, str(tmp_path), stage, FLOWS[flow], precision, flow == "late")
 
 
+def _state_dict(stage: int) -> None:
+    engine = start(stage, LATE, "bf16")
+    train(engine, 0, 4)  # an update has not landed
+    state = copy.deepcopy(engine.optimizer.state_dict())
+    model = {key: value.clone() for key, value in engine.module.state_dict().items()}
+    train(engine, 4, 8)
+    resumed = start(stage, LATE, "bf16")
+    resumed.module.load_state_dict(model)
+    resumed.optimizer.load_state_dict(state)
+    train(resumed, 4, 8)
+    assert_same(everything(resumed), everything(engine))
+    engine.destroy()
+    resumed.destroy()
+
+
+def test_the_optimizers_own_state_dict(pool) -> None:
+    pool.run(2, _state_dict, 2)
+
+
 def _save(folder: str, stage: int) -> list[torch.Tensor]:
     engine = start(stage, LATE, "bf16")
     train(engine, 0, 5)
@@ -335,6 +354,7 @@ def _failure() -> None:
 
     engine = start(2, {**STEP, "update_interval": 1, "overlap_step": True})
     train(engine, 0, 1)
+    engine.optimizer.hold_still()  # its update has ended
     plain, DeepSpeedCPUAdam.update_from = DeepSpeedCPUAdam.update_from, fail
     try:
         train(engine, 1, 2)

@@ -2,7 +2,7 @@
 
     zenflow            plain: {"columns", "count", "rounds", "window", "later"}; the same on all fragments of a weight
     zenflow_pending    the sum of this window's scaled gradients, in the leaf's shape, fp32; absent if there is none
-    zenflow_weight     stage 3, while an update has not landed: the weights in the model, which masters are ahead of
+    zenflow_weight     while an update has not landed: the weights in the model, which masters are ahead of
 
 They are states like others, so a checkpoint holds them by fragment and gives them to any number of ranks. ``columns``
 is None where all are important. Between two steps, from ``hold_still`` on, they are there; during a step they are not.
@@ -49,7 +49,7 @@ def write(flow: ZenFlow) -> None:
         pending = flow.deferred.pending(piece)
         if pending is not None:
             state[PENDING] = pending
-        if id(piece) in later and piece.group.shard is not None:
+        if id(piece) in later:
             state[WEIGHT] = piece.bound.model.detach().to("cpu", copy=True)
 
 
@@ -95,7 +95,7 @@ def read(flow: ZenFlow, *, with_states: bool) -> None:
     flow.deferred.take_over(window, sums, later)
     if anybody:
         for group in {id(unit.group): unit.group for unit in flow.units}.values():
-            for segment in group.layout.segments if group.shard is not None else ():
+            for segment in group.layout.segments if group.sharded else ():
                 flow.publish(group, segment)
 
 
