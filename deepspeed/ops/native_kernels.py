@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import array
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class Table:
     """
 
     def __init__(self) -> None:
+        # Lists that were looked at -> their dtypes; the lists are kept, so no other can have the address.
+        self._dtypes: dict[int, tuple[Any, list[torch.dtype]]] = {}
         self._rules: list[float] = []
         self._parts: list[array.array[int]] = []
         self._written: list[list[torch.Tensor]] = []
@@ -65,10 +67,12 @@ class Table:
         """Whether the kernels know a rule with so many states."""
         return states < _OUT - 1
 
-    @staticmethod
-    def readable(tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the kernels may walk the memory of all these tensors."""
-        return all_readable(tensors)
+    def readable(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernels may walk the memory of all these tensors. Who changes the list afterwards asks again."""
+        dtypes = _dtypes_if_readable(tensors)
+        if dtypes is not None:
+            self._dtypes[id(tensors)] = tensors, dtypes
+        return dtypes is not None
 
     def add_rule(self, numbers: tuple[float, ...]) -> int:
         """Take the eight numbers of a rule (their order: `update_rules.h`); returns the rule's number."""
@@ -87,26 +91,33 @@ class Table:
 
         states: one list per state. outs: copies of the new values, None where there is none. rules: of each row.
         """
-        rows = array.array("q", bytes(8 * ROW * len(params)))
-        kinds = [0] * len(params)
+        count = len(params)
+        rows = array.array("q", bytes(8 * ROW * count))
+        common, kinds = 0, None  # of all rows alike; of each
         for place, column in enumerate((params, grads, *states)):
-            rows[place::ROW] = array.array("q", map(_data_ptr, column))
-            dtypes = [tensor.dtype for tensor in column]
-            if dtypes.count(dtypes[0]) == len(dtypes):
-                first = KINDS[dtypes[0]] << 4 * place
-                kinds = [kind | first for kind in kinds]
+            rows[place::ROW] = _int64(map(_data_ptr, column))
+            dtypes = self._dtypes_of(column)
+            if dtypes.count(dtypes[0]) == count:
+                common |= KINDS[dtypes[0]] << 4 * place
             else:
-                kinds = [kind | KINDS[dtype] << 4 * place for kind, dtype in zip(kinds, dtypes, strict=True)]
+                kinds = [k | KINDS[d] << 4 * place for k, d in zip(kinds or [0] * count, dtypes, strict=True)]
         self._written.append(params)
         self._kept.append((grads, states))
         if outs is not None:
-            rows[_OUT::ROW] = array.array("q", [0 if out is None else out.data_ptr() for out in outs])
-            kinds = [k if o is None else k | KINDS[o.dtype] << 4 * _OUT for k, o in zip(kinds, outs, strict=True)]
+            rows[_OUT::ROW] = _int64(0 if out is None else out.data_ptr() for out in outs)
+            kinds = [
+                k if o is None else k | KINDS[o.dtype] << 4 * _OUT
+                for k, o in zip(kinds or [0] * count, outs, strict=True)
+            ]
             self._written.append([out for out in outs if out is not None])
-        rows[6::ROW] = array.array("q", map(_numel, params))
-        rows[7::ROW] = array.array("q", kinds)
-        rows[8::ROW] = array.array("q", rules)
+        rows[6::ROW] = _int64(map(_numel, params))
+        rows[7::ROW] = array.array("q", [common]) * count if kinds is None else _int64(k | common for k in kinds)
+        rows[8::ROW] = _int64(rules) if rules.count(rules[0]) < count else array.array("q", rules[:1]) * count
         self._parts.append(rows)
+
+    def _dtypes_of(self, column: list[torch.Tensor]) -> list[torch.dtype]:
+        known = self._dtypes.get(id(column))
+        return [tensor.dtype for tensor in column] if known is None or known[0] is not column else known[1]
 
     def run(self, update: _Kernel, scale: float) -> None:
         """Update all rows in one parallel region. scale: factor of the gradients."""
@@ -123,15 +134,21 @@ class Table:
 
 def all_readable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a kernel may walk the memory of all these tensors; see `is_readable`."""
+    return _dtypes_if_readable(tensors) is not None
+
+
+def _dtypes_if_readable(tensors: Sequence[torch.Tensor]) -> list[torch.dtype] | None:
     try:
-        return (
+        if (
             _PLAIN.issuperset(map(type, tensors))
-            and KINDS.keys() >= {tensor.dtype for tensor in tensors}
             and False not in [tensor.is_cpu for tensor in tensors]
             and all(map(_is_contiguous, tensors))
-        )
+        ):
+            dtypes = [tensor.dtype for tensor in tensors]
+            return dtypes if KINDS.keys() >= set(dtypes) else None
     except RuntimeError:  # a layout without strides
-        return False
+        pass
+    return None
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
@@ -187,6 +204,11 @@ def _address(tensor: torch.Tensor) -> int:
             "expected a contiguous one of fp32, bf16 or fp16 on the CPU"
         )
     return tensor.data_ptr()
+
+
+def _int64(values: Iterable[int]) -> array.array[int]:
+    """By way of a list: an array that grows element by element takes twice as long."""
+    return array.array("q", list(values))
 
 
 def _library() -> ctypes.CDLL:

@@ -144,10 +144,13 @@ class RowOptimizer(StateOptimizer):
     def _update_all(self) -> None:
         tables = _Tables(self)
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
+            params: list[torch.Tensor] = group["params"]
+            grads: list[Any] = [param.grad for param in params]
+            given = [grad is not None for grad in grads]
+            if False in given:
+                params, grads = list(compress(params, given)), list(compress(grads, given))
             if not params:
                 continue
-            grads: list[Any] = [param.grad for param in params]
             others = self._add_readable(tables.of(params[0]), group, params, grads)
             if others and len({param.is_cpu for param, _ in others} | {params[0].is_cpu}) > 1:
                 # A group with tensors in host memory and on a device.
@@ -163,11 +166,11 @@ class RowOptimizer(StateOptimizer):
         self, table: _Table | None, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> list[Pair]:
         """Put what the table can take into it; returns the rest."""
+        if table is not None and table.readable(params) and table.readable(grads):
+            return self._add(table, group, params, grads, None)
         pairs = list(zip(params, grads, strict=True))
         if table is None:
             return pairs
-        if table.readable(params) and table.readable(grads):
-            return self._add(table, group, params, grads, None)
         readable = [table.readable(pair) for pair in pairs]
         others = [pair for pair, good in zip(pairs, readable, strict=True) if not good]
         return others + self._add(
@@ -185,7 +188,7 @@ class RowOptimizer(StateOptimizer):
         """Put readable tensors of a group into the table; returns those whose states the kernel cannot take."""
         if not params:
             return []
-        found = [self.state[param] for param in params]
+        found = self._states_of(params)
         keys = self._state_keys(group)
         if not table.takes(len(keys)):
             return list(zip(params, grads, strict=True))
@@ -201,15 +204,25 @@ class RowOptimizer(StateOptimizer):
         if not all(map(table.readable, columns)):
             readable = list(map(table.readable, zip(*columns, strict=True)))
             others = [pair for pair, good in zip(zip(params, grads, strict=True), readable, strict=True) if not good]
-            params, grads, found = (list(compress(column, readable)) for column in (params, grads, found))
+            params, grads = (list(compress(column, readable)) for column in (params, grads))
+            found = list(compress(found, readable))
             outs = None if outs is None else list(compress(outs, readable))
             columns = [list(compress(column, readable)) for column in columns]
-        for state in found:
-            state["step"] += 1
-        steps = [int(state["step"]) for state in found]
-        rules = {step: table.add_rule(self._rule(group, step)) for step in set(steps)}
-        table.extend(params, grads, columns, outs, [rules[step] for step in steps])
+        steps = [int(state["step"]) + 1 for state in found]
+        for state, step in zip(found, steps, strict=True):
+            state["step"] = step
+        distinct = set(steps)
+        rules = {step: table.add_rule(self._rule(group, step)) for step in distinct}
+        of_rows = [rules[step] for step in steps] if len(distinct) > 1 else [rules[steps[0]]] * len(steps)
+        table.extend(params, grads, columns, outs, of_rows)
         return others
+
+    def _states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """The states of these parameters, by what they are and not by their hash where the order is the same."""
+        states = self.state
+        if len(params) == len(states) and all(map(operator.is_, params, states)):
+            return list(states.values())
+        return [states[param] for param in params]
 
 
 class _Tables:
