@@ -5,6 +5,7 @@ By client, on two ranks; the calls are in `calls/`, a file per family of clients
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import deepspeed
 from tests.conformance.calls import arctic, examples, forms, huggingface, megatron, mii, trainers  # noqa: F401
-from tests.conformance.calls.table import CALLS, REFUSED, start
+from tests.conformance.calls.table import CALLS, REFUSED, backward, start
 
 
 def make_calls(client: str, folder: str) -> None:
@@ -53,6 +54,23 @@ def test_calls(ranks: Callable[..., Any], tmp_path: Path, client: str) -> None:
 @pytest.mark.parametrize("client", REFUSED)
 def test_refusals(ranks: Callable[..., Any], client: str) -> None:
     assert ranks(refuse, client) == [[]]
+
+
+def links_of_one_rank() -> list[tuple[int, ...]]:
+    """Shapes of the gradients behind `param._hp_mapping`; none in a pickled model."""
+    engine = start(1)
+    backward(engine)
+    copied = pickle.loads(pickle.dumps(engine.module))
+    assert [param._hp_mapping for param in copied.parameters()] == [None] * 4
+    params = list(engine.module.parameters())
+    shapes = [tuple(p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group).shape) for p in params]
+    engine.destroy()
+    return shapes
+
+
+@pytest.mark.world(1)
+def test_gradients_of_one_rank_have_the_shape_of_the_parameter(ranks: Callable[..., Any]) -> None:
+    assert ranks(links_of_one_rank) == [[(8, 4), (8,), (2, 8), (2,)]]
 
 
 def test_the_table_is_complete() -> None:

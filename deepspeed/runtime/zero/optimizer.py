@@ -29,7 +29,7 @@ from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.admission import refuse_unsuited
 from deepspeed.runtime.zero.diagnose import refuse_unused, report_overflow, tell_unread_gradients
 from deepspeed.runtime.zero.disk_states import DiskStates
-from deepspeed.runtime.zero.fragment_link import link_fragments, unlink_fragments
+from deepspeed.runtime.zero.fragment_link import unlink_fragments
 from deepspeed.runtime.zero.grouping import Grouping, exchange_for_leaves
 from deepspeed.runtime.zero.hooks import BackwardWatch
 from deepspeed.runtime.zero.local_grads import LocalGrads
@@ -152,8 +152,6 @@ class ZeroOptimizer(ZeROOptimizer):
             group.before_pull = self.hold_still
             for param in group.params:
                 param._ds_zero_owner = own  # type: ignore[attr-defined]
-        if self.placement.state_sharded and not self.placement.parameter_sharded:
-            link_fragments(self)
 
     def _wire(self) -> None:
         made = wire(
