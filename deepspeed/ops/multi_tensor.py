@@ -398,6 +398,8 @@ def problem(op: str, device: str) -> str:
     The first call that gets so far compiles them and compares one step with torch on the device (1 to 3 seconds, and a
     fraction of one once triton has them in its cache).
     """
+    if op not in _OPS:
+        return f"{op} has no kernels for GPUs"
     if device not in _DEVICES:
         return f"for tensors on {' or '.join(sorted(_DEVICES))}, not on {device}"
     return switched_off(op) or switched_off(SWITCH) or _missing(device) or _trial(op, device)
@@ -406,7 +408,7 @@ def problem(op: str, device: str) -> str:
 def usable(op: str, device: str) -> bool:
     """Whether the kernels are used for `op` on such a device; says once why not, where it is a GPU."""
     reason = problem(op, device)
-    if reason and device == "cuda":
+    if reason and device == "cuda" and op in _OPS:
         warning_once(f"{op}: torch's kernels instead of one launch for all tensors: {reason}")
     return not reason
 

@@ -113,6 +113,22 @@ def test_the_boundary_in_one_launch() -> None:
         assert torch.equal(weight, master.detach().bfloat16())
 
 
+def test_the_historical_function_takes_lists() -> None:
+    from deepspeed.ops.op_builder import FusedAdamBuilder
+
+    params, copies = parameters(torch.float32, 0), parameters(torch.float32, 0)
+    for param, copy in zip(params, copies, strict=True):
+        param.grad = torch.ones_like(param)
+        copy.grad = torch.ones_like(copy)
+    FusedAdam(copies, lr=0.1, weight_decay=0.01).step()
+    lists = [[p.grad for p in params], [p.detach() for p in params]]
+    lists += [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    update = FusedAdamBuilder().load().multi_tensor_adam
+    update(2048, torch.zeros(1, dtype=torch.int32, device=DEVICE), lists, 0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.01)
+    for param, copy in zip(params, copies, strict=True):
+        assert torch.equal(param, copy)
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_steps_never_wait_for_the_device(name: str) -> None:
     """Also with a learning rate that lives on the device, and that changes."""

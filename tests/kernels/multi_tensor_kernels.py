@@ -259,6 +259,13 @@ def check_table() -> list[str]:
         wrong.append(f"launches of a mixture: {launched}")
     multi_tensor_triton.adam = plain
 
+    wrong += check_sizes()
+    return wrong
+
+
+def check_sizes() -> list[str]:
+    """A row whose tensors differ in size is refused, whatever its place."""
+    wrong = []
     table = multi_tensor.DeviceTable("fused_adam", multi_tensor.Cache())
     table.add_rule((0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 1.0, 1))
     column = [torch.zeros(4)]

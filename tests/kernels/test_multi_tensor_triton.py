@@ -74,6 +74,12 @@ def test_the_registry_takes_the_kernels_on_gpus(op: str, on_a_gpu: pytest.Monkey
         assert reasons[name] == problem
 
 
+def test_ops_without_such_kernels_say_so(on_a_gpu: pytest.MonkeyPatch) -> None:
+    assert multi_tensor.problem("cpu_adam", "cuda") == "cpu_adam has no kernels for GPUs"
+    assert not multi_tensor.usable("cpu_adagrad", "cuda")
+    assert multi_tensor.usable("fused_lion", "cuda")
+
+
 def test_without_triton_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "deepspeed.ops.multi_tensor_triton", raising=False)

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from deepspeed.native.build import NativeUnavailable
-from deepspeed.ops import native_kernels
+from deepspeed.ops import multi_tensor, native_kernels
 from deepspeed.ops.adagrad.cpu_adagrad import adagrad_update as _torch_adagrad
 from deepspeed.ops.adam.adam_update import AdamRule, adam_update_columns
 from deepspeed.ops.lion.lion_update import lion_update_row
+from deepspeed.ops.multi_tensor import Cache, DeviceTable
 from deepspeed.ops.native_kernels import Table, all_readable
 
 _adam_modes: dict[int, bool] = {}
+_tables = Cache()  # of tensors on GPUs
 
 
 def module(name: str, *functions: Callable[..., Any]) -> ModuleType:
@@ -32,14 +34,21 @@ def module(name: str, *functions: Callable[..., Any]) -> ModuleType:
 
 
 def _run(op: str, columns: list[list[torch.Tensor]], numbers: tuple[float, ...]) -> bool:
-    """Update by the native kernel: columns are [params, grads, *states]. False where there is none for them."""
+    """Update by a kernel of the tensors' device: columns are [params, grads, *states]. False where there is none."""
+    params, grads, *states = columns
+    if params and not params[0].is_cpu and all(map(DeviceTable.readable, columns)):
+        if not multi_tensor.usable(op, params[0].device.type):
+            return False
+        on_device = DeviceTable(op, _tables)
+        on_device.extend(params, grads, states, None, [on_device.add_rule(numbers)] * len(params))
+        on_device.run()
+        return True
     if not all(map(all_readable, columns)):
         return False
     try:
         kernel = native_kernels.kernel(op)
     except NativeUnavailable:
         return False
-    params, grads, *states = columns
     table = Table()
     rule = table.add_rule(numbers)
     table.extend(params, grads, states, None, [rule] * len(params))
