@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,26 @@ def test_resumed_is_unbroken(pool, tmp_path: Path, world: int, stage: int, flow:
     pool.run(world, _resumed, str(tmp_path), stage, FLOWS[flow], precision, flow == "late")
 
 
+def _another_share(folder: str, stage: int) -> None:
+    """A run that goes on with another `topk_ratio` chooses at once, and loses nothing of what waits."""
+    for before, after in ((0.25, 0.5), (0.5, 0.999), (0.999, 0.25)):
+        engine = start(stage, {**LATE, "topk_ratio": before}, "bf16")
+        train(engine, 0, 5)
+        engine.save_checkpoint(folder, tag="a")
+        engine.optimizer.zenflow.options = replace(engine.optimizer.zenflow.options, topk=after)
+        resumed = start(stage, {**LATE, "topk_ratio": after}, "bf16")
+        resumed.load_checkpoint(folder, tag="a")
+        for one in (engine, resumed):
+            train(one, 5, 9)  # the first of them chooses anew in both
+        assert_same(everything(engine), everything(resumed))
+        engine.destroy()
+        resumed.destroy()
+
+
+def test_another_share_of_columns(pool, tmp_path: Path) -> None:
+    pool.run(2, _another_share, str(tmp_path), 2)
+
+
 def _state_dict(stage: int) -> None:
     engine = start(stage, LATE, "bf16")
     train(engine, 0, 4)  # an update has not landed
@@ -455,18 +476,25 @@ def _unfreeze(stage: int) -> None:
     model[2].requires_grad_(False)
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage, **zero(LATE)},
     }
-    engine = deepspeed.initialize(model=model, config=config)[0]
-    train(engine, 0, 4)
+    twin = copy.deepcopy(model)
+    engine, other = (deepspeed.initialize(model=one, config=config)[0] for one in (model, twin))
+    for one in (engine, other):
+        train(one, 0, 5)
     before = weights(engine)
     model[2].requires_grad_(True)
-    train(engine, 4, 8)
-    for old, new in zip(before, weights(engine), strict=True):
+    for one in (engine, other):
+        train(one, 5, 6)  # columns are chosen anew in both
+    for number, (old, new, right) in enumerate(zip(before, weights(engine), weights(other), strict=True)):
+        assert torch.equal(new, right) != (number in (2, 3))  # the new ones train, the old ones do not notice
         assert not torch.equal(old, new)
-    assert engine.optimizer.zenflow.rounds == 8
+    train(engine, 6, 9)
+    assert engine.optimizer.zenflow.rounds == 9
     engine.destroy()
+    other.destroy()
 
 
 @pytest.mark.parametrize("stage", (wide(1), 3))

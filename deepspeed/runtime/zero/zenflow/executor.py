@@ -60,14 +60,15 @@ class ZenFlow:
         self.important = ImportantPart(base, self.pieces, host, offload=options.offload)
         self.deferred = DeferredPart(
             base,
-            [piece for piece in self.pieces if self._chosen_of(piece.columns) < piece.columns],
+            [piece for piece in self.pieces if piece.columns > 1],
             overlap=options.overlap,
             measure=options.update_interval is None,
             threads=options.threads,
         )
         self.select_steps = options.select_steps  # steps between choices; None: to be set before the first step
         self.rounds = 0  # steps made, those of the warm-up included
-        self.selected = False
+        self.selected = False  # every piece has its columns
+        self.outdated = False  # and they are to be chosen anew at once
         self._host_counts = True  # leaves and states in host memory are up to date, and the packed copies need not be
         self._spare: dict[int, HostGrads] = {}  # by group, read by the accumulator since the last step
         self._landing: dict[tuple[int, int], list[Piece]] = {}  # (group, segment or position) -> pieces
@@ -77,7 +78,8 @@ class ZenFlow:
         for group in {id(unit.group): unit.group for unit in self.units}.values():
             group.on_device_grad = self._take
 
-    def _chosen_of(self, columns: int) -> int:
+    def chosen_of(self, columns: int) -> int:
+        """How many of the columns of a weight are important."""
         return chosen_count(columns, self.options.topk)
 
     # ---- during backward -------------------------------------------------------------------------------------------
@@ -104,7 +106,8 @@ class ZenFlow:
         if self.rounds <= self.options.warm_up and not self.selected:
             return [*self.units, *self.left]
         landed: list[Piece] = []
-        if not self.selected or (self.rounds - self.options.warm_up - 1) % self._interval() == 0:
+        due = (self.rounds - self.options.warm_up - 1) % self._interval() == 0
+        if due or self.outdated or not self.selected:
             landed += self._select(facts)
         touched = [piece for piece in self.pieces if facts.touched[piece.unit.number][piece.bound.position]]
         ends = self._window_ends(squares, scale, touched)
@@ -131,14 +134,15 @@ class ZenFlow:
             return self.deferred.steps + 1 >= self.options.update_interval
         self._fetch_important(touched)
         own = torch.tensor([squares, self.important.squares(touched, scale)], dtype=torch.float64)
-        if self._shares():
+        if self.shares():
             own = own.to(self.groups[0].device)
             what = "ZenFlow's pending and important norms"
             collectives.all_reduce(own, self.shards.group, op="sum", what=what, deterministic=True).wait()
         pending, important = own.tolist()
         return math.sqrt(pending) > self.options.auto_ratio * math.sqrt(important) if self.deferred.steps else False
 
-    def _shares(self) -> bool:
+    def shares(self) -> bool:
+        """Whether other ranks own parts of the weights, so that what is decided is decided together."""
         return any(group.sharded for group in self.groups) and self.shards.world > 1
 
     def _fetch_important(self, touched: Sequence[Piece]) -> None:
@@ -171,14 +175,14 @@ class ZenFlow:
         sums = column_squares(self.groups, self.shards.group)
         numbers = {id(group): number for number, group in enumerate(self.groups)}
         for piece in self.pieces:
-            count = self._chosen_of(piece.columns)
+            count = self.chosen_of(piece.columns)
             place = (numbers[id(piece.group)], piece.bound.position)
             chosen: Sequence[int] | None = None if count == piece.columns else largest(sums[place], count)
             without = not facts.touched[piece.unit.number][piece.bound.position]
             if without and piece.cut is not None and piece.columns > 1:
                 chosen = piece.cut.chosen  # a weight without a gradient has no reason to change its mind
             move(self.base, piece, chosen)
-        self.selected = True
+        self.selected, self.outdated = True, False
         self.important.load()
         return landed
 
@@ -251,7 +255,7 @@ class ZenFlow:
         totals = {"master": 0, "optimizer": 0, "gradient": 0, "host": 0}
         for piece in self.pieces:
             numel = piece.bound.fragment.numel
-            share = self._chosen_of(piece.columns) / piece.columns
+            share = self.chosen_of(piece.columns) / piece.columns
             important = piece.cut.numel if piece.cut is not None else int(numel * share)
             width = piece.bound.leaf.element_size()
             totals["master"] += important * width

@@ -69,29 +69,33 @@ def read(flow: ZenFlow, *, with_states: bool) -> None:
         return
     sums: dict[int, torch.Tensor | None] = {}
     later: list[Piece] = []
-    missing, rounds, window = 0, 0, 0
+    chosen, outdated, rounds, window = 0, 0, 0, 0
     for piece in flow.pieces:
         state = flow.base.state.get(piece.bound.leaf, {})
         facts: dict[str, Any] = state.get(FACTS, {})
-        piece.cut = None
-        if facts.get("chosen"):
-            piece.choose(facts["columns"])
-            piece.count = int(facts["count"])
-        else:
-            missing = 1
         rounds, window = max(rounds, facts.get("rounds", 0)), max(window, facts.get("window", 0))
         sums[id(piece)] = state.get(PENDING)
+        piece.cut, piece.count = None, int(state.get("step", 0))
+        if facts.get("chosen"):
+            chosen, piece.count = 1, int(facts["count"])
+            piece.choose(facts["columns"])
+            outdated |= flow.chosen_of(piece.columns) != len(facts["columns"] or range(piece.columns))
+        else:
+            outdated = 1
         if facts.get("later"):
             later.append(piece)
             if WEIGHT in state:
                 piece.bound.model.copy_(state[WEIGHT])
-    if flow._shares():
-        agreed = torch.tensor([missing, rounds, window, len(later)], dtype=torch.float64, device=flow.groups[0].device)
+    facts_of_all = [chosen, outdated, rounds, window, len(later)]
+    if flow.shares():
+        agreed = torch.tensor(facts_of_all, dtype=torch.float64, device=flow.groups[0].device)
         collectives.all_reduce(agreed, flow.shards.group, op="max", what="where ZenFlow goes on").wait()
-        missing, rounds, window, anybody = map(int, agreed.tolist())
-    else:
-        anybody = len(later)
-    flow.selected, flow.rounds = not missing, rounds
+        facts_of_all = list(map(int, agreed.tolist()))
+    chosen, outdated, flow.rounds, window, anybody = facts_of_all
+    flow.selected, flow.outdated = bool(chosen), bool(chosen and outdated)
+    for piece in flow.pieces if flow.selected else ():
+        if piece.cut is None:  # it has joined since: all of it is important until the next choice
+            piece.choose(None)
     flow.deferred.take_over(window, sums, later)
     if anybody:
         for group in {id(unit.group): unit.group for unit in flow.units}.values():
