@@ -230,6 +230,11 @@ def collectives(folder: Path) -> None:
         comm.all_reduce(torch.ones(2), comm.ReduceOp.SUM, None, False, True, "of_the_user", "caller")
         comm.all_reduce(torch.ones(2), comm.ReduceOp.SUM, None, False, False, "not_seen")
         assert comm.get_logged_comm_ops() == ["of_the_user"]
+        comm.configure(prof_all=True)
+        everyone: list[Any] = [None, None]
+        comm.all_gather_object(everyone, {"rank": rank})
+        assert everyone == [{"rank": 0}, {"rank": 1}]
+        assert "all_gather" in " ".join(comm.get_logged_comm_ops())
     finally:
         comm.configure(enabled=False, prof_all=True)
         comm.reset_log()
