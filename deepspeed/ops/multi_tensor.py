@@ -1,8 +1,8 @@
 """Tables of tensors on a GPU, for the kernels that update all of them in one launch (`multi_tensor_triton.py`).
 
-Owns: which tensors may be walked, the rows and units on the device and when they are made anew, the fp32 numbers of a
-rule, whether the kernels can be used here. Does not own: the arithmetic, and what is done with other tensors
-(`row_optimizer.py`, `lamb/fused_lamb.py`).
+Owns: which tensors may be walked, the rows and units on the device and when they are made anew, whether the kernels can
+be used here. Does not own: the arithmetic, the numbers of a rule (`multi_tensor_rules.py`), and what is done with other
+tensors (`row_optimizer.py`, `lamb/fused_lamb.py`).
 
 Invariants:
 - A table on the device is used again only while every address, size, dtype and rule number in it is the same. It is
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from deepspeed.native.build import switched_off
+from deepspeed.ops.multi_tensor_rules import NUMBERS, OPS, SCALE, Number
 from deepspeed.ops.native_kernels import KINDS
 from deepspeed.utils.logging import warning_once
 
@@ -32,9 +33,6 @@ __all__ = ["SWITCH", "Batch", "Cache", "DeviceTable", "problem", "usable"]
 
 SWITCH = "multi_tensor"
 """`DS_SKIP_MULTI_TENSOR=1` turns the kernels off, as a library's name does for native code."""
-NUMBERS = 12
-"""fp32 numbers of a rule; which is which, the kernels say."""
-_SCALE = 7
 _ROW = 8  # int64 of a row
 _WIDE = 16  # bytes of the widest load
 _OLDEST_CAPABILITY = (8, 0)  # sm_80; the kernels are not built for older ones
@@ -97,56 +95,6 @@ class Cache:
         return made
 
 
-# ---- numbers of rules
-
-
-# What the optimizers' rules say (in the order of `native/csrc/update_rules.h`), as the kernels want it. The first
-# number, lr, may be a 0-dim tensor on the device: then so are the results that depend on it.
-_Number = Any
-
-
-def _lerp_coefficient(weight: float) -> float:
-    """What `Weight` of update_rules.h holds: the weight in fp32, counted from the nearer end."""
-    (weight,) = array.array("f", [weight])
-    return weight if weight < 0.5 else weight - 1.0
-
-
-def _adam_numbers(n: Sequence[_Number]) -> tuple[list[_Number], bool]:
-    lr, beta1, beta2, eps, decay, bias1, root_of_bias2, flags = n
-    decoupled = bool(int(flags) & 1)
-    factor = 1.0 - lr * decay if decoupled else decay
-    found = [_lerp_coefficient(1.0 - beta1), beta2, 1.0 - beta2, eps, factor, -(lr / bias1), root_of_bias2]
-    return found, decoupled
-
-
-def _lion_numbers(n: Sequence[_Number]) -> tuple[list[_Number], bool]:
-    lr, beta1, beta2, decay, *_ = n
-    return [_lerp_coefficient(1.0 - beta1), _lerp_coefficient(1.0 - beta2), lr, 1.0 - lr * decay], False
-
-
-def _lamb_numbers(n: Sequence[_Number]) -> tuple[list[_Number], bool]:
-    lr, beta1, beta2, eps, decay, bias1, bias2, low, high, divisor, inside = n
-    found = [_lerp_coefficient(1.0 - beta1), beta2, 1.0 - beta2, eps, decay, lr, bias1, divisor, bias2, low, high]
-    return found, bool(inside)
-
-
-@dataclass(frozen=True)
-class _Op:
-    """An optimizer with kernels. launch: name of the function in `multi_tensor_triton`; states: how many there are."""
-
-    launch: str
-    states: int
-    numbers: Callable[[Sequence[_Number]], tuple[list[_Number], bool]]
-    optimizer: str
-
-
-_OPS = {
-    "fused_adam": _Op("adam", 2, _adam_numbers, "deepspeed.ops.adam.fused_adam:FusedAdam"),
-    "fused_lion": _Op("lion", 1, _lion_numbers, "deepspeed.ops.lion.fused_lion:FusedLion"),
-    "fused_lamb": _Op("lamb", 2, _lamb_numbers, "deepspeed.ops.lamb.fused_lamb:FusedLamb"),
-}
-
-
 # ---- the table of one call
 
 
@@ -154,9 +102,9 @@ class DeviceTable:
     """Rows of tensors for one call of the kernels of `op` ("fused_adam", ...); answers as `native_kernels.Table`."""
 
     def __init__(self, op: str, cache: Cache) -> None:
-        self._op = _OPS[op]
+        self._op = OPS[op]
         self._cache = cache
-        self._rules: list[list[_Number]] = []
+        self._rules: list[list[Number]] = []
         self._forms: list[bool] = []
         # device index -> kind -> [addresses of five places, numel, rule, place in the table], a column each
         self._kinds: dict[int, dict[_Kind, list[list[int]]]] = {}
@@ -183,7 +131,7 @@ class DeviceTable:
         except RuntimeError:  # a layout without strides
             return False
 
-    def add_rule(self, numbers: Sequence[_Number]) -> int:
+    def add_rule(self, numbers: Sequence[Number]) -> int:
         """Take the numbers of a rule; returns the rule's number. Those that are tensors on a device stay there."""
         numbers = [_number(value) for value in numbers]
         found, form = self._op.numbers(numbers)
@@ -309,9 +257,9 @@ class DeviceTable:
     def _upload_numbers(self, device: torch.device, scale: float | torch.Tensor) -> torch.Tensor:
         """The numbers of all rules, fp32 [rules, 12] on the device."""
         scaled = not (isinstance(scale, float) and scale == 1.0)
-        rules = [[*rule[:_SCALE], scale, *rule[_SCALE + 1 :]] if scaled else rule for rule in self._rules]
+        rules = [[*rule[:SCALE], scale, *rule[SCALE + 1 :]] if scaled else rule for rule in self._rules]
         plain = [0.0 if isinstance(value, torch.Tensor) else float(value) for rule in rules for value in rule]
-        found = _upload(torch.tensor(plain, dtype=torch.float64).float(), torch.float32, device).view(-1, NUMBERS)
+        found = _upload(array.array("f", plain), torch.float32, device).view(-1, NUMBERS)
         for row, rule in enumerate(rules):
             for place, value in enumerate(rule):
                 if isinstance(value, torch.Tensor):
@@ -319,7 +267,7 @@ class DeviceTable:
         return found
 
 
-def _number(value: _Number) -> _Number:
+def _number(value: Number) -> Number:
     """A number of a rule; a tensor that is not in host memory stays there, in fp64."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach().double()
@@ -352,9 +300,9 @@ def _upload_units(units: list[int], device: torch.device) -> torch.Tensor:
     return _upload(content, torch.int32, device) if content else torch.empty(0, dtype=torch.int32, device=device)
 
 
-def _upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _upload(values: array.array[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On the device without waiting: locked memory is handed out again only when the copy has left it."""
-    host = values if isinstance(values, torch.Tensor) else torch.frombuffer(values, dtype=dtype)
+    host = torch.frombuffer(values, dtype=dtype)  # host memory, whatever the default device is
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
@@ -398,7 +346,7 @@ def problem(op: str, device: str) -> str:
     The first call that gets so far compiles them and compares one step with torch on the device (1 to 3 seconds, and a
     fraction of one once triton has them in its cache).
     """
-    if op not in _OPS:
+    if op not in OPS:
         return f"{op} has no kernels for GPUs"
     if device not in _DEVICES:
         return f"for tensors on {' or '.join(sorted(_DEVICES))}, not on {device}"
@@ -408,7 +356,7 @@ def problem(op: str, device: str) -> str:
 def usable(op: str, device: str) -> bool:
     """Whether the kernels are used for `op` on such a device; says once why not, where it is a GPU."""
     reason = problem(op, device)
-    if reason and device == "cuda" and op in _OPS:
+    if reason and device == "cuda" and op in OPS:
         warning_once(f"{op}: torch's kernels instead of one launch for all tensors: {reason}")
     return not reason
 
@@ -434,18 +382,18 @@ def _kernels() -> ModuleType:
 @functools.cache
 def _trial(op: str, device: str) -> str:
     """Two steps of small tensors, by the kernels and by torch: a kernel that fails or errs here is not taken."""
-    module, _, name = _OPS[op].optimizer.partition(":")
+    module, _, name = OPS[op].optimizer.partition(":")
     make = getattr(import_module(module), name)
     results = []
     for by_kernels in (False, True):
-        generator = torch.Generator().manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in (5, 10_007)]
+        generator = torch.Generator("cpu").manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(n, generator=generator, device="cpu").to(device)) for n in (5, 10_007)]
         optimizer = make(params, lr=0.1, weight_decay=0.1)
         optimizer._on_device = by_kernels
         try:
             for _ in range(2):
                 for param in params:
-                    param.grad = torch.randn(param.numel(), generator=generator).to(device)
+                    param.grad = torch.randn(param.numel(), generator=generator, device="cpu").to(device)
                 optimizer.step()
             results.append(torch.cat([param.detach() for param in params]).cpu())
         except Exception as failure:  # of any compiler or driver: torch serves

@@ -1,7 +1,7 @@
 """Adam, Lion and LAMB over many tensors in one launch, for GPUs. Needs triton; import it lazily.
 
 Owns: the kernels and their launches. Does not own: which tensors may be given to them, the tables and the numbers of a
-rule (`multi_tensor.py`), the choice of an implementation (`registry.py`).
+rule (`multi_tensor.py`, `multi_tensor_rules.py`), the choice of an implementation (`registry.py`).
 
 A launch gets a table with a row of eight int64 per tensor (addresses of parameter, gradient, two states and the copy;
 numel, rule, first unit), the number of the row of each unit (CHUNK elements of one tensor, one program each), and the
@@ -34,7 +34,7 @@ CHUNK = 8192
 BLOCK = 2048
 WARPS = 8
 
-# Places in a row of the table, and in the numbers of a rule (`multi_tensor.py` writes both).
+# Places in a row of the table, and how many numbers a rule has (`multi_tensor.py`, `multi_tensor_rules.py`).
 _ROW = tl.constexpr(8)
 _NUMEL, _RULE, _FIRST_UNIT = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 _NUMBERS = tl.constexpr(12)

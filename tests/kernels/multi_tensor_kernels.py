@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.ops import multi_tensor
+from deepspeed.ops import multi_tensor, multi_tensor_rules
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
@@ -291,7 +291,7 @@ def check_far_offsets() -> list[str]:
     batch = multi_tensor.Batch(
         torch.tensor(rows), torch.zeros(1, dtype=torch.int32), 1, 1, (FP32,) * 4 + (None,), True, True
     )
-    numbers, _ = multi_tensor._adam_numbers((0.1, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.1, 1))
+    numbers, _ = multi_tensor_rules._adam_numbers((0.1, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.1, 1))
     multi_tensor_triton.adam(batch, torch.tensor([[*numbers, 1.0, 0, 0, 0, 0]]))
     parameter = torch.nn.Parameter(expected[0])
     parameter.grad = expected[1]

@@ -180,7 +180,7 @@ class FusedLamb(StateOptimizer):
         return taken
 
     def _numbers(self, group: dict[str, Any], step: int, divisor: float | torch.Tensor) -> tuple[Any, ...]:
-        """What the kernels need at this step (`_lamb_numbers` in multi_tensor.py)."""
+        """What the kernels need at this step (`_lamb_numbers` in multi_tensor_rules.py)."""
         beta1, beta2 = group["betas"]
         bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
         return (
