@@ -26,6 +26,7 @@ from deepspeed.runtime.build_offload import (
     offload_options,
     offloads_parameters,
     parameter_home,
+    start_zenflow,
     takes_host_optimizer,
 )
 from deepspeed.runtime.build_routes import ZeroRoutes, zero_routes
@@ -138,7 +139,7 @@ def build_engine(
     )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
-    count_epoch(parsed, wrapped, engine.training_dataloader, accumulation.steps)
+    start_zenflow(parsed, wrapped, engine.training_dataloader, accumulation.steps)
     summary.announce(engine)
     if parsed.dump_state:
         dump_state(engine)

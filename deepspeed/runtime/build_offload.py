@@ -23,6 +23,7 @@ from deepspeed.runtime.swap_tensor.disk_speed import measure_disk
 from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
 from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
 from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 from deepspeed.runtime.zero.fused_update import rows_of
 from deepspeed.runtime.zero.options import OffloadOptions, ZenFlowOptions
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -120,7 +121,7 @@ def offload_options(
 
 
 def zenflow_options(config: DeepSpeedConfig, basic: torch.optim.Optimizer) -> ZenFlowOptions | None:
-    """What the config asks of ZenFlow; None without it. Epochs are counted in steps later: :func:`count_epoch`.
+    """What the config asks of ZenFlow; None without it. Epochs are counted in steps later: :func:`start_zenflow`.
 
     Raises:
         ValueError: ``basic`` is not one of our Adam optimizers, which is what ZenFlow can divide.
@@ -149,8 +150,8 @@ def zenflow_options(config: DeepSpeedConfig, basic: torch.optim.Optimizer) -> Ze
     )
 
 
-def count_epoch(config: DeepSpeedConfig, optimizer: ZeroOptimizer | None, loader: Any, accumulation: int) -> None:
-    """Tell ZenFlow how many steps lie between two choices where the config says epochs.
+def start_zenflow(config: DeepSpeedConfig, optimizer: ZeroOptimizer | None, loader: Any, accumulation: int) -> None:
+    """Tell ZenFlow, where it is on, how many steps lie between two choices; one line says what it will do.
 
     Steps of an epoch: ``zenflow.steps_per_epoch``, else those of the data loader that ``initialize`` made.
 
@@ -158,22 +159,33 @@ def count_epoch(config: DeepSpeedConfig, optimizer: ZeroOptimizer | None, loader
         ValueError: ``select_strategy`` is epoch, and neither is there.
     """
     flow = config.zero_config.zenflow
-    if flow is None or optimizer is None or optimizer.zenflow is None or optimizer.zenflow.select_steps is not None:
+    if flow is None or optimizer is None or optimizer.zenflow is None:
         return
-    steps = flow.steps_per_epoch
-    if steps is None and loader is not None and hasattr(loader, "__len__"):
+    running = optimizer.zenflow
+    if running.select_steps is None:
+        epochs = 1 if flow.select_interval == AUTO else int(flow.select_interval)
+        running.select_steps = max(1, epochs * _steps_of_epoch(flow, loader, accumulation))
+    window = "a number of steps that adapts" if flow.update_interval == AUTO else f"{flow.update_interval} steps"
+    beside = ", beside training" if flow.overlap_step else ""
+    log_dist(
+        f"{_ZENFLOW}: {100 * flow.topk_ratio:g} % of the columns of each weight are updated at once, the rest once in "
+        f"{window}{beside}; columns are chosen every {running.select_steps} steps",
+        ranks=[0],
+    )
+
+
+def _steps_of_epoch(flow: ZenFlowConfig, loader: Any, accumulation: int) -> int:
+    if flow.steps_per_epoch is not None:
+        return flow.steps_per_epoch
+    if loader is not None and hasattr(loader, "__len__"):
         with contextlib.suppress(TypeError):  # data without a length
-            steps = len(loader) // accumulation
-    if steps is None and flow.select_strategy == "epoch":
+            return len(loader) // accumulation
+    if flow.select_strategy == "epoch":
         raise ValueError(
             f"{_ZENFLOW}.select_strategy is epoch, and nobody says how many steps an epoch has: set "
             f"{_ZENFLOW}.steps_per_epoch, pass training_data with a length, or use select_strategy step"
         )
-    if steps is None:
-        steps = _AUTO_SELECT_STEPS
-        log_dist(f"{_ZENFLOW}: no epoch is known here; important columns are chosen every {steps} steps", ranks=[0])
-    epochs = 1 if flow.select_interval == AUTO else int(flow.select_interval)
-    optimizer.zenflow.select_steps = max(1, steps * epochs)
+    return _AUTO_SELECT_STEPS
 
 
 def _zenflow_width(flow: ZenFlowOptions, model: int, accum: int) -> int:
