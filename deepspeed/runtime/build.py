@@ -22,7 +22,6 @@ from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.applied_config import apply_config, check_tested, dump_state
 from deepspeed.runtime.build_offload import (
-    count_epoch,
     offload_options,
     offloads_parameters,
     parameter_home,
