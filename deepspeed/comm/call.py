@@ -92,6 +92,8 @@ def begin(
     """A handle of the started `works` (one, several or None); waited for, and None, unless `async_op`."""
     if not isinstance(works, tuple):
         works = () if works is None else (works,)
+    if not works:
+        facts.calls += 1  # nothing has to travel, and yet it has been announced as the group's next call
     handle = Handle(works, finish, facts, name, nbytes, mode, log)
     if async_op:
         in_background(works)

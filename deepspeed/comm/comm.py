@@ -17,6 +17,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import collectives, host_calls, objects
+from deepspeed.comm.at_once import sum_at_once
 from deepspeed.comm.call import Handle, LogOptions, begin, enter, membership, wait_mode
 from deepspeed.comm.environment import in_aml, in_aws_sm, in_dlts
 from deepspeed.comm.exchanges import start_barrier
@@ -151,6 +152,8 @@ def all_reduce(
     debug: str = "",
 ) -> Handle | None:
     """Reduce `tensor` over the ranks, in place."""
+    if op is ReduceOp.SUM and not async_op and not prof and sum_at_once(tensor, group):
+        return None
     return _all_reduce("all_reduce", [tensor], op, group, async_op, (prof, log_name))
 
 

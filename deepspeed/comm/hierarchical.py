@@ -101,9 +101,7 @@ def all_reduce_shard(
         key: see `collectives.reduce_scatter`.
     """
     op = "avg" if average else "sum"
-    return collectives.all_reduce(
-        shard, levels.outer, op=op, what=what, async_op=async_op, deterministic=True, key=key
-    )
+    return collectives.all_reduce(shard, levels.outer, op=op, what=what, async_op=async_op, deterministic=True, key=key)
 
 
 def _fills_in_place(facts: GroupFacts, device: torch.device) -> bool:

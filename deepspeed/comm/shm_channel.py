@@ -138,6 +138,14 @@ class ShmWork:
             channel.abandon()
         raise RuntimeError(self._error)
 
+    def is_done_within(self, limit_us: int) -> bool:
+        """Wait so long; whether the result is in place. A failure is left for `wait` to tell."""
+        if self.channel.wait_us(self.number, limit_us) != _DONE:
+            return False
+        self._finished = True
+        self.channel.let_go(self.number)
+        return True
+
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         return self._finished or self._error is not None or self.channel.has_finished(self.number)

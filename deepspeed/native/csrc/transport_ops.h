@@ -70,6 +70,7 @@ struct Spread : Op {
             missing = nbytes;
             posts_done = true;
         }
+        if (nbytes == 0) posts_done = true;  // a chunk of nothing would be read by nobody
     }
     bool post(Group& group) override {
         size_t n = std::min(CHUNK_BYTES, nbytes - posted);
@@ -189,7 +190,9 @@ struct Reduction : Op {
           numel(n),
           width(size_of(how.in)),
           rule(how),
-          kernel(how) {}
+          kernel(how) {
+        posts_done = n == 0;  // a chunk of nothing would be read by nobody
+    }
 
     // Whether all peers' chunks are here; `parts` then points to their pieces, the own contribution is `mine`.
     bool collect(Group& group, uint64_t total, const char* mine, size_t piece_bytes, bool whole, const void** parts) {

@@ -19,6 +19,7 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm import collectives, same_host, shm_channel
+from deepspeed.comm.group_facts import facts_of
 from deepspeed.native.build import NativeUnavailable
 
 LIMIT_S = 2.0
@@ -208,6 +209,70 @@ def strided_and_odd() -> None:
 
 def test_strides_other_dtypes_and_calls_by_gloo_between(pool: Any) -> None:
     pool.run(2, strided_and_odd)
+
+
+def short_way() -> list[float]:
+    """Blocking sums next to the general forms of the same call, on ranks that differ in it and come late."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    meet()
+    facts = facts_of(None)
+    before, found = facts.calls, []
+    for number in range(60):
+        tensor = torch.full((3, number % 5), float(rank + number))
+        if number % 20 == 3 and rank == 0:
+            time.sleep(0.01)  # longer than the first look of the others
+        if (number + rank) % 3 == 0:
+            handle = dist.all_reduce(tensor, async_op=True)
+            handle.wait()
+        elif (number + rank) % 3 == 1:
+            assert dist.all_reduce(tensor.t() if number % 2 else tensor) is None  # strides: the general way
+        else:
+            assert dist.all_reduce(tensor) is None
+        if tensor.numel():
+            found.append(float(tensor.mean()))
+            assert found[-1] == sum(range(size)) + size * number
+    assert facts.calls - before == 60
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+        tensor = torch.ones(5, dtype=dtype)
+        dist.all_reduce(tensor)
+        assert tensor.double().eq(1.0 if dtype is torch.bool else size).all()
+    return found
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_the_short_way_and_the_general_one_meet(pool: Any, world: int) -> None:
+    assert len({tuple(found) for found in pool.run(world, short_way)}) == 1
+
+
+def nothing_at_all() -> int:
+    """Empty tensors by every call, waited for at once by some ranks and later by others; the next call is right."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    meet()
+    facts, empty = facts_of(None), torch.ones(3, 0)
+    before = facts.calls
+    calls: list[Callable[[bool], Any]] = [
+        lambda later: dist.all_reduce(empty, async_op=later),
+        lambda later: dist.all_reduce(empty, op=dist.ReduceOp.MAX, async_op=later),
+        lambda later: dist.broadcast(empty, 0, async_op=later),
+        lambda later: dist.all_gather([torch.ones(3, 0) for _ in range(size)], empty, async_op=later),
+        lambda later: dist.all_gather_into_tensor(torch.ones(3 * size, 0), empty, async_op=later),
+        lambda later: dist.reduce_scatter_tensor(torch.ones(0), torch.ones(0), async_op=later),
+        lambda later: dist.reduce_scatter_tensor(torch.ones(0).int(), torch.ones(0).int(), async_op=later),
+        lambda later: dist.all_to_all_single(torch.ones(0), torch.ones(0), async_op=later),
+    ]
+    for number, call in enumerate(calls):
+        handle = call((number + rank) % 2 == 0)
+        if handle is not None:
+            handle.wait()
+        tensor = torch.full((5,), float(rank))
+        dist.all_reduce(tensor)
+        assert tensor.eq(sum(range(size))).all(), number
+    return facts.calls - before
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_empty_tensors_leave_the_group_in_order(pool: Any, world: int) -> None:
+    assert set(pool.run(world, nothing_at_all)) == {16}
 
 
 def forked() -> tuple[int, float]:
