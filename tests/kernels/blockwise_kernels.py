@@ -59,19 +59,19 @@ def compare_sum(packing: Packing, numel: int, dtype: torch.dtype) -> list[str]:
     packing.split(parts[1], numel)[0][1, 0] = math.nan
     wrong = []
     for own_place in (-1, 0, 1, 2):
-        for accumulate in (False, True):
-            own = torch.randn(2, numel).to(dtype) if own_place >= 0 else None
-            plain = torch.randn(2, numel).to(dtype)
-            kernel = plain.clone()
-            blockwise.sum_packed(plain, parts, packing, own=own, own_place=own_place, scale=0.3, accumulate=accumulate)
-            blockwise_triton.sum_packed(kernel, parts, packing, own, own_place, 0.3, accumulate)
-            # The interpreter cuts fp32 to bf16 where devices round: up to one unit in the last place of bf16.
-            if dtype is torch.bfloat16:
-                equal = torch.allclose(plain.float(), kernel.float(), rtol=2**-7, atol=0, equal_nan=True)
-            else:
-                equal = same(plain, kernel)
-            if not equal:
-                wrong.append(f"sum {packing} {dtype} k={numel} own at {own_place} accumulate={accumulate}")
+        accumulate = (own_place + numel) % 2 == 0
+        own = torch.randn(2, numel).to(dtype) if own_place >= 0 else None
+        plain = torch.randn(2, numel).to(dtype)
+        kernel = plain.clone()
+        blockwise.sum_packed(plain, parts, packing, own=own, own_place=own_place, scale=0.3, accumulate=accumulate)
+        blockwise_triton.sum_packed(kernel, parts, packing, own, own_place, 0.3, accumulate)
+        # The interpreter cuts fp32 to bf16 where devices round: up to one unit in the last place of bf16.
+        if dtype is torch.bfloat16:
+            equal = torch.allclose(plain.float(), kernel.float(), rtol=2**-7, atol=0, equal_nan=True)
+        else:
+            equal = same(plain, kernel)
+        if not equal:
+            wrong.append(f"sum {packing} {dtype} k={numel} own at {own_place} accumulate={accumulate}")
     return wrong
 
 
@@ -104,7 +104,7 @@ def compile_ahead() -> list[str]:
     wrong = []
     for arch in (80, 90):
         for bits in (4, 8):
-            for dtype in ("*fp32", "*bf16"):
+            for dtype in ("*fp32", "*bf16") if arch == 90 else ("*bf16",):
                 shared = {"BITS": bits, "BLOCK": 256, "ROWS": 16}
                 pack = {"FEEDBACK": True, "INVERSE_LARGEST": 1.0 / 127.0, **shared}
                 total = {"OWN": True, "ACCUMULATE": True, **shared}
