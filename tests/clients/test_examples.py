@@ -34,7 +34,7 @@ def test_hf_trainer(ranks: Any, tmp_path: Path) -> None:
     text = ("--data", str(ROOT / "docs"), "--steps", "24")
     found = ranks(example, "hf_trainer", str(tmp_path), *text)[0]
     assert 5.0 < found["before"] < 6.5  # ln 256 is 5.5
-    assert found["after"] < 3.5
+    assert found["after"] < 4.0  # the text is the documentation as it is today
     assert found["reloaded"] == pytest.approx(found["after"], rel=1e-4)
 
 
