@@ -7,11 +7,13 @@ Owns: `Handle`, and what the log keywords of public collectives become. Does not
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
+from deepspeed.comm.errors import CollectiveError
 from deepspeed.comm.group_facts import Group, GroupFacts, facts_of
 from deepspeed.comm.pending import Pending, WaitMode, announce
 from deepspeed.comm.same_host import in_background
@@ -27,7 +29,7 @@ LogOptions = tuple[bool, str]
 class Handle(Pending):
     """Result of a collective started with `async_op=True`; has torch's `Work` methods too."""
 
-    __slots__ = ("log_always", "log_name", "work")
+    __slots__ = ("_limit_s", "log_always", "log_name", "work")
 
     def __init__(
         self,
@@ -42,14 +44,52 @@ class Handle(Pending):
         super().__init__(works, finish, facts, name, "", nbytes, mode)
         self.work = works[-1] if works else None
         self.log_always, self.log_name = log
+        self._limit_s: float | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        """As `Pending.wait`; True, as torch's. `timeout` replaces the limit of the group."""
+        if timeout is not None:
+            self._limit_s = timeout.total_seconds()
+        super().wait()
+        return True
+
+    def limit_s(self) -> float:
+        """See `Pending`."""
+        return self.facts.timeout_s if self._limit_s is None else self._limit_s
+
+    def is_completed(self) -> bool:
+        """Whether the result is in place, or the call has failed: `wait` then tells how, at once.
+
+        A result that needs a last step of this rank gets it here: whoever only polls finds it, as with torch's works.
+        """
+        works, finish = self._works, self._finish
+        if works is None:
+            return True
+        if not super().is_completed():
+            return False
+        if finish is not None:
+            try:
+                self.wait()
+            except CollectiveError:
+                self._works, self._finish = works, finish  # for the `wait` that will tell
+        return True
 
     def get_future(self) -> Any:
-        """torch's future of the last underlying call."""
-        return None if self.work is None else self.work.get_future()
+        """torch's future of the last underlying call; made when the result is there where that needs a last step."""
+        if self.work is not None and self._finish is None:
+            return self.work.get_future()
+        future: Any = torch.futures.Future()
+        try:
+            self.wait()
+        except CollectiveError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self.result())
+        return future
 
     def result(self) -> Any:
-        """torch's list of output tensors of the last underlying call."""
-        return None if self.work is None else self.work.result()
+        """torch's list of output tensors of the last underlying call; empty where nothing had to travel."""
+        return [] if self.work is None else self.work.result()
 
 
 def require_initialized() -> None:

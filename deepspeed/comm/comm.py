@@ -122,8 +122,7 @@ __all__ = [
     "send",
 ]
 
-# torch renamed the flat forms; the old names warn where the new ones exist.
-_torch_all_gather_flat: Callable[..., Any] = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+# torch renamed the flat form; the old name warns where the new one exists.
 _torch_reduce_scatter_flat: Callable[..., Any] = getattr(
     torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor
 )
@@ -198,19 +197,33 @@ def _all_reduce(
     for tensor in tensors:
         through_memory = host_calls.all_reduce(facts, tensor, torch_op)
         if through_memory is None:
-            works.append(torch_dist.all_reduce(tensor, torch_op, group, async_op=True))
-        else:
-            works.append(through_memory[0])
-            steps += [through_memory[1]] if through_memory[1] is not None else []
+            dense, step = host_calls.dense_and_back(tensor)
+            through_memory = torch_dist.all_reduce(dense, torch_op, group, async_op=True), step
+        works.append(through_memory[0])
+        steps += [through_memory[1]] if through_memory[1] is not None else []
         if divide:
             steps.append(partial(tensor.div_, facts.size))
+
+    mode = wait_mode(facts, tensors[0].device)
+    return begin(name, tuple(works), facts, mode, nbytes, async_op, log, _in_turn(steps))
+
+
+def _in_turn(steps: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
+    """One finishing step of several; None of none."""
+    if len(steps) < 2:
+        return steps[0] if steps else None
 
     def finish() -> None:
         for step in steps:
             step()
 
-    mode = wait_mode(facts, tensors[0].device)
-    return begin(name, tuple(works), facts, mode, nbytes, async_op, log, finish if steps else None)
+    return finish
+
+
+def _dense_list(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Callable[[], object]]]:
+    """(the tensors or contiguous stand-ins, the steps that bring those back)."""
+    pairs = [host_calls.dense_and_back(tensor) for tensor in tensors]
+    return [dense for dense, _ in pairs], [step for _, step in pairs if step is not None]
 
 
 def broadcast(
@@ -227,10 +240,11 @@ def broadcast(
     if facts is None:
         return None
     source = src if group is None else torch_dist.get_group_rank(group, src)
-    work, finish = host_calls.broadcast(facts, tensor, source) or (
-        torch_dist.broadcast(tensor, src, group, async_op=True),
-        None,
-    )
+    through_memory = host_calls.broadcast(facts, tensor, source)
+    if through_memory is None:
+        dense, step = host_calls.dense_and_back(tensor)
+        through_memory = torch_dist.broadcast(dense, src, group, async_op=True), step
+    work, finish = through_memory
     mode = wait_mode(facts, tensor.device)
     return begin("broadcast", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), finish)
 
@@ -250,10 +264,12 @@ def reduce(
     if facts is None:
         return None
     torch_op, divide = _reduction(op, facts, tensor)
-    work = torch_dist.reduce(tensor, dst, torch_op, group, async_op=True)
-    finish = (lambda: tensor.div_(facts.size)) if divide and get_rank() == dst else None
+    dense, step = host_calls.dense_and_back(tensor)
+    work = torch_dist.reduce(dense, dst, torch_op, group, async_op=True)
+    steps: list[Callable[[], object]] = [] if step is None else [step]
+    steps += [partial(tensor.div_, facts.size)] if divide and get_rank() == dst else []
     mode = wait_mode(facts, tensor.device)
-    return begin("reduce", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), finish)
+    return begin("reduce", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), _in_turn(steps))
 
 
 def all_gather(
@@ -266,13 +282,18 @@ def all_gather(
     debug: str = "",
 ) -> Handle | None:
     """Fill `tensor_list` (one tensor per rank) with every rank's `tensor`."""
-    facts = enter("all_gather", group)
+    facts = membership(group)
     if facts is None:
         return None
-    work, finish = host_calls.all_gather_list(facts, tensor_list, tensor) or (
-        torch_dist.all_gather(tensor_list, tensor, group, async_op=True),
-        None,
-    )
+    if facts.sums_locally(tensor.device):
+        host_calls.check_gather_list(facts, tensor_list, tensor)
+    enter("all_gather", group)
+    through_memory = host_calls.all_gather_list(facts, tensor_list, tensor)
+    if through_memory is None:
+        parts, steps = _dense_list(tensor_list)
+        work = torch_dist.all_gather(parts, host_calls.dense_and_back(tensor)[0], group, async_op=True)
+        through_memory = work, _in_turn(steps)
+    work, finish = through_memory
     nbytes = sum(part.nbytes for part in tensor_list)
     return begin("all_gather", work, facts, wait_mode(facts, tensor.device), nbytes, async_op, (prof, log_name), finish)
 
@@ -287,12 +308,14 @@ def all_gather_into_tensor(
     debug: str = "",
 ) -> Handle | None:
     """Concatenate every rank's `tensor` into `output_tensor`."""
-    facts = enter("all_gather_into_tensor", group, output_tensor.nbytes)
+    facts = membership(group)
     if facts is None:
         return None
-    works = _start_flat_gather(output_tensor, tensor, group, facts)
+    _check_flat_gather(output_tensor, tensor, facts)
+    enter("all_gather_into_tensor", group, output_tensor.nbytes)
+    works, finish = _start_flat_gather(output_tensor, tensor, group, facts)
     mode = wait_mode(facts, tensor.device)
-    return begin("all_gather_into_tensor", works, facts, mode, output_tensor.nbytes, async_op, (prof, log_name))
+    return begin("all_gather_into_tensor", works, facts, mode, output_tensor.nbytes, async_op, (prof, log_name), finish)
 
 
 def allgather_fn(
@@ -318,23 +341,45 @@ def all_gather_coalesced(
     if not output_tensors:
         return None
     nbytes = sum(output.nbytes for output in output_tensors)
-    facts = enter("all_gather_coalesced", group, nbytes)
+    facts = membership(group)
     if facts is None:
         return None
-    works: tuple[Any, ...] = ()
     for output, piece in zip(output_tensors, input_tensors, strict=True):
-        works += _start_flat_gather(output, piece, group, facts)
+        _check_flat_gather(output, piece, facts)
+    enter("all_gather_coalesced", group, nbytes)
+    works: tuple[Any, ...] = ()
+    steps: list[Callable[[], object]] = []
+    for output, piece in zip(output_tensors, input_tensors, strict=True):
+        started, step = _start_flat_gather(output, piece, group, facts)
+        works += started
+        steps += [] if step is None else [step]
     mode = wait_mode(facts, input_tensors[0].device)
-    return begin("all_gather_coalesced", works, facts, mode, nbytes, async_op, (False, "all_gather_coalesced"))
+    log = (False, "all_gather_coalesced")
+    return begin("all_gather_coalesced", works, facts, mode, nbytes, async_op, log, _in_turn(steps))
+
+
+# Arguments are checked before a call is announced: ranks that all raise are then still in step.
+def _check_flat_gather(output: torch.Tensor, piece: torch.Tensor, facts: GroupFacts) -> None:
+    if output.dtype is not piece.dtype or output.numel() != piece.numel() * facts.size:
+        raise ValueError(
+            f"all_gather_into_tensor: the output must have {facts.size} (ranks) x {piece.numel()} elements of "
+            f"{piece.dtype}; found shape {tuple(output.shape)} of {output.dtype}"
+        )
 
 
 def _start_flat_gather(
     output: torch.Tensor, piece: torch.Tensor, group: Group | None, facts: GroupFacts
-) -> tuple[Any, ...]:
-    plain = output.is_contiguous() and piece.is_contiguous() and output.dtype is piece.dtype
-    if plain and output.numel() == piece.numel() * facts.size and not output.is_complex():
-        return collectives.start_all_gather(output.view(-1), piece.view(-1), group, facts)
-    return (_torch_all_gather_flat(output, piece, group=group, async_op=True),)
+) -> tuple[tuple[Any, ...], Callable[[], object] | None]:
+    """(works, finishing step) of one pair. How it travels depends on nothing that may differ between ranks."""
+    dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=output.device)
+    works = collectives.start_all_gather(_flat(dense), _flat(piece), group, facts)
+    return works, None if dense is output else partial(output.copy_, dense)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The values end to end, complex ones as pairs, which every backend moves: of a contiguous tensor a view."""
+    pairs = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return pairs.contiguous().view(-1)
 
 
 def reduce_scatter_tensor(
@@ -348,9 +393,15 @@ def reduce_scatter_tensor(
     debug: str = "",
 ) -> Handle | None:
     """Reduce `tensor` over the ranks; each keeps its slice in `output_tensor`."""
-    facts = enter("reduce_scatter_tensor", group, tensor.nbytes)
+    facts = membership(group)
     if facts is None:
         return None
+    if tensor.numel() != output_tensor.numel() * facts.size:
+        raise ValueError(
+            f"reduce_scatter_tensor: the input must have {facts.size} (ranks) x {output_tensor.numel()} elements (of "
+            f"the output); found shapes {tuple(tensor.shape)} for the output {tuple(output_tensor.shape)}"
+        )
+    enter("reduce_scatter_tensor", group, tensor.nbytes)
     return _reduce_scatter("reduce_scatter_tensor", output_tensor, tensor, op, group, facts, async_op, (prof, log_name))
 
 
@@ -404,23 +455,23 @@ def _reduce_scatter(
 ) -> Handle | None:
     mode = wait_mode(facts, whole.device)
     torch_op, divide = _reduction(op, facts, whole)
-    ours = torch_op == torch_dist.ReduceOp.SUM and whole.is_floating_point() and facts.sums_locally(whole.device)
-    if ours and output.is_contiguous() and whole.is_contiguous() and facts.size > 1:
-        flat, pieces = output.view(-1), whole.view(-1)
-        works, sum_up = collectives.start_reduce_scatter(flat, pieces, group, facts, average=divide)
-        return begin(name, works, facts, mode, whole.nbytes, async_op, log, sum_up)
+    # Strides differ between ranks and must not choose the way. Flat: gloo takes the shape of a scalar for garbage.
     target = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=output.device)
-    work = host_calls.reduce_scatter(facts, target, whole, torch_op)
-    if work is None:
-        work = _torch_reduce_scatter_flat(target, whole, op=torch_op, group=group, async_op=True)
-
-    def finish() -> None:
-        if divide:
-            target.div_(facts.size)
-        if target is not output:
-            output.copy_(target)
-
-    return begin(name, work, facts, mode, whole.nbytes, async_op, log, finish)
+    flat, pieces = target.view(-1), whole.contiguous().view(-1)
+    steps: list[Callable[[], object]] = [] if target is output else [partial(output.copy_, target)]
+    if torch_op == torch_dist.ReduceOp.SUM and whole.is_floating_point() and facts.sums_locally(whole.device):
+        works, sum_up = collectives.start_reduce_scatter(flat, pieces, group, facts, average=divide)
+        steps = steps if sum_up is None else [sum_up, *steps]
+        return begin(name, works, facts, mode, whole.nbytes, async_op, log, _in_turn(steps))
+    work = host_calls.reduce_scatter(facts, flat, pieces, torch_op)
+    steps = [partial(target.div_, facts.size), *steps] if divide else steps
+    if work is None and facts.sums_locally(whole.device):  # as gloo itself does; its own work never says it is over
+        everything = pieces.clone()
+        work = torch_dist.all_reduce(everything, torch_op, group, async_op=True)
+        steps = [lambda: flat.copy_(everything.view(facts.size, -1)[facts.rank]), *steps]
+    elif work is None:
+        work = _torch_reduce_scatter_flat(flat, pieces, op=torch_op, group=group, async_op=True)
+    return begin(name, work, facts, mode, whole.nbytes, async_op, log, _in_turn(steps))
 
 
 def all_to_all_single(
@@ -435,13 +486,18 @@ def all_to_all_single(
     debug: str = "",
 ) -> Handle | None:
     """Send piece j of `tensor` to rank j; piece i of `output` comes from rank i. Splits count rows of dim 0."""
-    facts = enter("all_to_all_single", group)
+    facts = membership(group)
     if facts is None:
         return None
-    work, finish = host_calls.all_to_all(facts, output, tensor, output_split_sizes, input_split_sizes) or (
-        torch_dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op=True),
-        None,
-    )
+    host_calls.check_all_to_all(facts, output, tensor, output_split_sizes, input_split_sizes)
+    enter("all_to_all_single", group)
+    splits = output_split_sizes, input_split_sizes
+    through_memory = host_calls.all_to_all(facts, output, tensor, *splits)
+    if through_memory is None:
+        dense, step = host_calls.dense_and_back(output)
+        sent, _ = host_calls.dense_and_back(tensor)
+        through_memory = torch_dist.all_to_all_single(dense, sent, *splits, group, async_op=True), step
+    work, finish = through_memory
     mode = wait_mode(facts, tensor.device)
     return begin("all_to_all_single", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), finish)
 
@@ -496,8 +552,10 @@ def gather(
     facts = enter("gather", group, root=dst)
     if facts is None:
         return None
-    work = torch_dist.gather(tensor, gather_list, dst, group, async_op=True)
-    return begin("gather", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, (prof, log_name))
+    parts, steps = _dense_list(gather_list) if gather_list else (gather_list, [])
+    work = torch_dist.gather(host_calls.dense_and_back(tensor)[0], parts, dst, group, async_op=True)
+    mode = wait_mode(facts, tensor.device)
+    return begin("gather", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), _in_turn(steps))
 
 
 def scatter(
@@ -514,8 +572,11 @@ def scatter(
     facts = enter("scatter", group, root=src)
     if facts is None:
         return None
-    work = torch_dist.scatter(tensor, scatter_list, src, group, async_op=True)
-    return begin("scatter", work, facts, wait_mode(facts, tensor.device), tensor.nbytes, async_op, (prof, log_name))
+    dense, step = host_calls.dense_and_back(tensor)
+    parts = _dense_list(scatter_list)[0] if scatter_list else scatter_list
+    work = torch_dist.scatter(dense, parts, src, group, async_op=True)
+    mode = wait_mode(facts, tensor.device)
+    return begin("scatter", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), step)
 
 
 def barrier(

@@ -17,7 +17,16 @@ from deepspeed.comm.group_facts import GroupFacts
 from deepspeed.comm.same_host import channel_of
 from deepspeed.comm.shm_channel import fold_of, reduction_code
 
-__all__ = ["all_gather_list", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+__all__ = [
+    "all_gather_list",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "check_all_to_all",
+    "check_gather_list",
+    "dense_and_back",
+    "reduce_scatter",
+]
 
 Finish: TypeAlias = "Callable[[], object] | None"
 
@@ -41,18 +50,22 @@ def broadcast(facts: GroupFacts, tensor: torch.Tensor, source: int) -> tuple[Any
     return channel.broadcast(dense, source), _copy_back(tensor, dense)
 
 
-def all_gather_list(
-    facts: GroupFacts, outputs: Sequence[torch.Tensor], tensor: torch.Tensor
-) -> tuple[Any, Finish] | None:
-    """As `all_reduce`; tensors of one size."""
-    channel = channel_of(facts, tensor, "all_gather", "", tensor.nbytes)
-    if channel is None or not _is_plain(tensor):
-        return None
+def check_gather_list(facts: GroupFacts, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Raise ValueError unless `outputs` can hold the ranks' `tensor`."""
     if len(outputs) != facts.size or any(o.numel() != tensor.numel() or o.dtype is not tensor.dtype for o in outputs):
         raise ValueError(
             f"all_gather: needs {facts.size} outputs of {tensor.numel()} elements of {tensor.dtype}; found "
             f"{[(tuple(o.shape), o.dtype) for o in outputs][:4]}"
         )
+
+
+def all_gather_list(
+    facts: GroupFacts, outputs: Sequence[torch.Tensor], tensor: torch.Tensor
+) -> tuple[Any, Finish] | None:
+    """As `all_reduce`; tensors that `check_gather_list` has passed."""
+    channel = channel_of(facts, tensor, "all_gather", "", tensor.nbytes)
+    if channel is None or not _is_plain(tensor):
+        return None
     received = torch.empty((facts.size, tensor.numel()), dtype=tensor.dtype)
     work = channel.all_gather(received, tensor.contiguous())
 
@@ -72,11 +85,21 @@ def reduce_scatter(facts: GroupFacts, output: torch.Tensor, whole: torch.Tensor,
     code = reduction_code(whole.dtype, output.dtype, fold, False)
     if code is None:
         return None
-    if whole.numel() != output.numel() * facts.size:
-        raise ValueError(
-            f"reduce_scatter: the input has {whole.numel()} elements, expected {facts.size} (ranks) x {output.numel()}"
-        )
     return channel.reduce_scatter(output, whole.contiguous(), code)
+
+
+def check_all_to_all(
+    facts: GroupFacts,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+) -> None:
+    """Raise ValueError unless dtypes and splits fit."""
+    if output.dtype is not tensor.dtype:
+        raise ValueError(f"all_to_all: output is {output.dtype}, input is {tensor.dtype}; they must be equal")
+    exchanges.piece_bytes(output, output_splits, facts.size)
+    exchanges.piece_bytes(tensor, input_splits, facts.size)
 
 
 def all_to_all(
@@ -86,17 +109,24 @@ def all_to_all(
     output_splits: Sequence[int] | None,
     input_splits: Sequence[int] | None,
 ) -> tuple[Any, Finish] | None:
-    """As `all_reduce`; splits count rows of dim 0."""
+    """As `all_reduce`; splits count rows of dim 0; tensors that `check_all_to_all` has passed."""
     channel = channel_of(facts, tensor, "all_to_all", "", tensor.nbytes)
     if channel is None or not _is_plain(tensor):
         return None
-    if output.dtype is not tensor.dtype:
-        raise ValueError(f"all_to_all: output is {output.dtype}, input is {tensor.dtype}; they must be equal")
     dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
     sizes = [
         exchanges.piece_bytes(part, s, facts.size) for part, s in ((output, output_splits), (tensor, input_splits))
     ]
     return channel.all_to_all(dense, tensor.contiguous(), *sizes), _copy_back(output, dense)
+
+
+def dense_and_back(tensor: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+    """(the tensor, or its values in contiguous memory; the step that brings those back), for calls of torch.
+
+    Handed a strided tensor, gloo's all-reduce and broadcast take the memory behind its first element, in silence.
+    """
+    dense = tensor.contiguous() if tensor.layout is torch.strided else tensor
+    return dense, _copy_back(tensor, dense)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

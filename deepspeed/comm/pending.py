@@ -22,6 +22,8 @@ What: TypeAlias = str | Callable[[], str]
 
 # How long `wait` sleeps in the backend before it looks whether another rank has failed, in seconds.
 SLICE = timedelta(seconds=0.5)
+# A wait that raises before this has not timed out: the backend refuses, or has failed.
+EARLY_S = 0.8 * SLICE.total_seconds()
 # Beyond the group's own limit, after which a backend that should have raised is not waited for any more.
 GRACE_S = 5.0
 
@@ -98,6 +100,10 @@ class Pending:
         """Whether `wait` would return without blocking for other ranks."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
+    def limit_s(self) -> float:
+        """How long `wait` waits for the other ranks at most, without the grace of the backend."""
+        return self.facts.timeout_s
+
     def describe_what(self) -> str:
         """The text of `what`."""
         return self.what if isinstance(self.what, str) else self.what()
@@ -143,15 +149,16 @@ def blocking(name: str, what: What) -> Iterator[None]:
 
 def _wait_bounded(work: Any, pending: Pending) -> None:
     """Wait in slices, so that another rank's failure, Ctrl-C and the time limit all end the wait."""
-    facts = pending.facts
+    facts, limit_s = pending.facts, pending.limit_s()
     if pending.mode is not WaitMode.SLICES:
         try:
             work.wait()
         except RuntimeError as cause:
-            raise watch.failure(pending, cause, facts.timeout_s) from cause
+            raise watch.failure(pending, cause, limit_s) from cause
         return
     deadline = 0.0
     while True:
+        began = time.monotonic()
         try:
             work.wait(SLICE)
             return
@@ -161,17 +168,19 @@ def _wait_bounded(work: Any, pending: Pending) -> None:
                     work.wait()  # ended between the two calls: fine, or it raises the real cause
                     return
                 except RuntimeError as cause:
-                    raise watch.failure(pending, cause, facts.timeout_s) from cause
+                    raise watch.failure(pending, cause, limit_s) from cause
             now = time.monotonic()
+            if now - began < EARLY_S:  # no slice has passed; some works that have failed do not say so
+                raise watch.failure(pending, error, limit_s) from error
             other = facts.page.compare(pending.sequence) if facts.page is not None else None
             if other is not None:
-                raise watch.failure(pending, Divergence(other), facts.timeout_s) from None
+                raise watch.failure(pending, Divergence(other), limit_s) from None
             if watch.aborted(facts.includes_rank_0):
-                raise watch.failure(pending, None, facts.timeout_s) from None
+                raise watch.failure(pending, None, limit_s) from None
             if deadline == 0.0:
-                deadline = now + facts.timeout_s + GRACE_S
+                deadline = now + limit_s + min(GRACE_S, limit_s)
             elif now > deadline:
-                raise watch.failure(pending, error, facts.timeout_s) from error
+                raise watch.failure(pending, error, limit_s) from error
 
 
 class Done(Pending):

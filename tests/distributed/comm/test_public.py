@@ -177,13 +177,88 @@ def outside_a_group() -> None:
     assert dist.get_backend() == "gloo"
 
 
-PARTS = (reductions, scatters, gathers, exchanges, transfers, objects, outside_a_group)
+def shapes_strides_and_dtypes() -> None:
+    """What ranks may do differently, and what gloo does not take: the same results by either transport."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):  # the first calls of a group go by gloo
+        for dtype in (torch.float32, torch.int64, torch.bool):
+            scalar = torch.zeros((), dtype=dtype)
+            dist.reduce_scatter(scalar, [torch.ones((), dtype=dtype)] * size)
+            assert scalar == torch.tensor(size).to(dtype)
+            # One rank has strided tensors, the others dense ones.
+            wide = torch.zeros(2, 2, dtype=dtype)
+            output = wide[:, 0] if rank == 0 else wide[0]
+            whole = torch.ones(2 * size, 2, dtype=dtype)[:, 0] if rank == 0 else torch.ones(2 * size, dtype=dtype)
+            dist.reduce_scatter_tensor(output, whole)
+            assert output.tolist() == [torch.tensor(size).to(dtype).item()] * 2
+            everything = torch.zeros(size * 2, 2, dtype=dtype)
+            gathered = everything[:, 0] if rank == 0 else torch.zeros(size * 2, dtype=dtype)
+            dist.all_gather_into_tensor(gathered, output)
+            assert bool((gathered == output[0]).all())
+        numbers = torch.full((2,), 1j * rank)
+        gathered = torch.zeros(2 * size, dtype=numbers.dtype)
+        dist.all_gather_into_tensor(gathered, numbers.conj())
+        assert gathered[::2].tolist() == [-1j * r for r in range(size)]
+    with pytest.raises(ValueError, match=rf"must have {size} \(ranks\) x 3 elements"):
+        dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(3 * size + 1))
+    with pytest.raises(ValueError, match=rf"must have {size} \(ranks\) x 3 elements of torch.float32"):
+        dist.all_gather_into_tensor(torch.zeros(3 * size, dtype=torch.float64), torch.zeros(3))
+
+
+def handles() -> None:
+    """A result is in place after `wait`, after a poll that says so, and when the future is there."""
+    size = dist.get_world_size()
+    finish: list[Callable[[Any], object]] = [lambda h: h.wait(), poll, lambda h: h.get_future().wait()]
+    for way in finish * 2:
+        wide, output, integers = torch.ones(4, 2), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+        ones = torch.ones(2 * size)
+        for handle in (
+            dist.all_reduce(wide[:, 0], op=dist.ReduceOp.AVG, async_op=True),
+            dist.all_reduce(wide[:, 1], async_op=True),
+            dist.reduce_scatter_tensor(output, ones, async_op=True),
+            dist.reduce_scatter_tensor(integers, ones.long(), async_op=True),
+        ):
+            way(handle)
+        assert wide.tolist() == [[1.0, size]] * 4
+        assert output.tolist() == integers.tolist() == [size] * 2
+    assert dist.all_reduce(torch.ones(2), async_op=True).wait(timeout=timedelta(seconds=60)) is True
+
+
+def poll(handle: Any) -> None:
+    end = time.monotonic() + 30
+    while not handle.is_completed():
+        assert time.monotonic() < end
+
+
+def over_gloo() -> None:
+    with patch.dict(os.environ, DS_SHM="0"):
+        shapes_strides_and_dtypes()
+        handles()
+
+
+PARTS = (
+    reductions, scatters, gathers, exchanges, transfers, objects, outside_a_group, shapes_strides_and_dtypes, handles,
+    over_gloo,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("world", (2, 3))
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_functions_do_what_their_names_say(pool: Any, part: Callable[[], None], world: int) -> None:
     pool.run(world, part)
+
+
+def refused_by_the_backend() -> tuple[float, str]:
+    start = time.monotonic()
+    with pytest.raises(dist.CollectiveError) as caught:
+        dist.reduce_scatter_tensor(torch.ones(1), torch.ones(dist.get_world_size()), op=dist.ReduceOp.BXOR)
+    return time.monotonic() - start, str(caught.value)
+
+
+def test_what_the_backend_refuses_is_told_at_once(pool: Any) -> None:
+    for seconds, text in pool.run(2, refused_by_the_backend):
+        assert seconds < 20  # not the limit of the group, 30 minutes
+        assert "Cannot use ReduceOp.BXOR" in text
 
 
 def late_rank() -> dict[str, Any]:
