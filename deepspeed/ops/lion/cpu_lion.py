@@ -35,7 +35,7 @@ class DeepSpeedCPULion(RowOptimizer):
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
         *,
-        adamw_mode: bool = False,  # for Accelerate, which passes it to every CPU optimizer: the decay is decoupled anyway
+        adamw_mode: bool = False,  # Accelerate passes it to every CPU optimizer; the decay is decoupled anyway
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(model_params, defaults, fp32_optimizer_states=fp32_optimizer_states)

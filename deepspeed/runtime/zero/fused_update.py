@@ -1,8 +1,8 @@
 """The boundary's one pass over a unit: read the gradient, unscale and clip it, update, round into the model's dtype.
 
 Optimizers of ours with kernels (``ops/row_optimizer.py``) offer ``update_from(rows, scale)``: each element is read and
-written once, with no cast gradients and no second pass over the masters. Everything else goes through ``base.step()`` (``stepper.py``);
-both ways give the same bits.
+written once, with no cast gradients and no second pass over the masters. Everything else goes through ``base.step()``
+(``stepper.py``); both ways give the same bits.
 
 Owns: whether a base optimizer may be driven so, the rows of a unit, and the staging memory through which offloaded
 units travel to the device. Does not own: the order of units, publishing.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.precision import PrecisionPolicy
 from deepspeed.runtime.swap_tensor.host_store import HostMemory
-from deepspeed.runtime.zero import accounting
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.admission import refuse_unsuited
 from deepspeed.runtime.zero.diagnose import refuse_unused, report_overflow, tell_unread_gradients
@@ -34,8 +33,8 @@ from deepspeed.runtime.zero.grouping import Grouping, exchange_for_leaves
 from deepspeed.runtime.zero.hooks import BackwardWatch
 from deepspeed.runtime.zero.local_grads import LocalGrads
 from deepspeed.runtime.zero.norm import BoundaryFacts, boundary_facts, clip_coefficient
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.offload_states import StatesAway, offload_zero_states, reload_zero_states
+from deepspeed.runtime.zero.offload_states import StatesAway
+from deepspeed.runtime.zero.optimizer_access import OptimizerAccess
 from deepspeed.runtime.zero.options import OffloadOptions, ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.routes import GradRoute, ShardRanks
@@ -55,7 +54,7 @@ class _Owner(weakref.ref["ZeroOptimizer"]):
         return type, (None,)
 
 
-class ZeroOptimizer(ZeROOptimizer):
+class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
     """See the module docstring. ``base`` must hold the model's parameters in its groups; they are replaced by leaves.
 
     ``names`` maps ``id(parameter)`` to its name, in registration order. ``scaler`` is a loss scaler or None.
@@ -461,86 +460,6 @@ class ZeroOptimizer(ZeROOptimizer):
         """
         if self.client_steps is None or not self.client_steps.keep_window():
             self.clear_window()
-
-    # ---- looking at parameters -------------------------------------------------------------------------------------
-
-    def find(self, param: nn.Parameter) -> tuple[ShardGroup, int]:
-        """``(group, position)`` of ``param``. Raises KeyError naming it when this optimizer does not hold it."""
-        for group in self.groups:
-            for position, held in enumerate(group.params):
-                if held is param:
-                    return group, position
-        raise KeyError(
-            f"parameter {self.names.get(id(param), '?')!r} is not held by this optimizer (frozen or foreign)"
-        )
-
-    def bound_to(self, param: nn.Parameter) -> list[BoundFragment]:
-        """This rank's fragments of ``param`` (empty when other ranks own all of it)."""
-        group, position = self.find(param)
-        return [bound for bound in group.fragments if bound.position == position]
-
-    def refresh_fp32_params(self) -> None:
-        """Masters take the model's current weights (after weights were written behind the optimizer's back)."""
-        for group in self.groups:
-            group.absorb_edits(everything=True)
-            group.pull_masters()
-
-    def absorb_edits(self) -> None:
-        """Masters follow weights written in place; called before anything reads or updates masters."""
-        self.hold_still()
-        self._absorb_edits()
-
-    def _absorb_edits(self) -> None:
-        self._refuse_if_destroyed()
-        self.await_readers()
-        for group in self.groups:
-            group.absorb_edits()
-
-    def publish_masters(self) -> None:
-        """The model takes the masters' values, on every rank (after masters were written). Collective."""
-        if self.zenflow is not None:
-            self.zenflow.hold_still()  # masters of important columns are elsewhere
-        self.reducer.forget_feedback()
-        for group in self.groups:
-            if not group.sharded:
-                group.push_masters()
-                continue
-            if group.on_disk:
-                group.push_masters()
-            for segment in group.layout.segments:
-                if group.master is not None:
-                    piece = group.master.narrow(0, segment.shard_start, segment.piece_numel)
-                    group.model_piece(segment).copy_(piece)
-                self.publisher.publish(group, segment)
-        self.publisher.wait()
-
-    def offload_states(
-        self,
-        include: Container[OffloadStateTypeEnum] | None = None,
-        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """See :func:`offload_states.offload_zero_states`."""
-        self.hold_still()
-        if self.zenflow is not None:
-            self.zenflow.leave_device()
-        offload_zero_states(self, include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """See :func:`offload_states.reload_zero_states`."""
-        self.hold_still()
-        reload_zero_states(self, non_blocking)
-
-    # ---- accounting ------------------------------------------------------------------------------------------------
-
-    def model_state_bytes(self) -> dict[str, int]:
-        """See :func:`accounting.held_bytes`."""
-        return accounting.held_bytes(self)
-
-    def expected_state_bytes(self) -> dict[str, int]:
-        """See :func:`accounting.expected_bytes`."""
-        return accounting.expected_bytes(self)
 
     def _measure(self) -> None:
         """Keep the largest bytes seen at the ends of backward and step, over the first windows only (it walks)."""
