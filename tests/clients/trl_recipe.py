@@ -221,6 +221,7 @@ KINDS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
     "sft": _sft, "tied": _tied, "dpo": _dpo, "dpo-ahead": _dpo_ahead, "reward": _reward, "kto": _kto, "grpo": _grpo,
     "rloo": _rloo, "distillation": _distillation, "online-dpo": _online_dpo, "orpo": _orpo, "gkd": _gkd,
 }  # fmt: skip
+EXPERIMENTAL = ("online-dpo", "orpo", "gkd")  # of TRL; run at stage 3 alone
 
 
 def make(kind: str, models: str, folder: str, stage: int | None, dtype: str, **changes: Any) -> Any:
