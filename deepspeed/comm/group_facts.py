@@ -42,6 +42,7 @@ class GroupFacts:
         "_free",
         "_kinds",
         "_peer_splits",
+        "announced",
         "bytes_sent",
         "calls",
         "link",
@@ -61,6 +62,7 @@ class GroupFacts:
         self.name: str = DEFAULT if group is None or group is torch_dist.group.WORLD else group.group_name
         self.timeout_s = 0.0
         self.calls = 0  # collectives started on this group; equal on all ranks of a healthy run
+        self.announced = 0  # number of the last one announced; above `calls` until it has started
         self.bytes_sent = 0  # bytes this rank put on the wire (see `collectives` for the convention)
         self.link: Any = None  # see `same_host.py`; None: nobody has asked yet
         self.page: Page | None = None  # see `ledger.py`; None for one rank, and where no ledger can be had

@@ -56,9 +56,11 @@ _KINDS = (
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
     "all_to_all_single",
+    "a call that failed at its start",
 )
 _EMPTY_PAGE = memoryview(bytes(_PAGE_WORDS * 8)).cast("Q")
 _KIND_NUMBERS = {name: number for number, name in enumerate(_KINDS)}
+_FAILED = len(_KINDS) - 1 << 27
 
 
 class Ledger:
@@ -147,7 +149,14 @@ class Page:
         word = counts << 32 | content
         place = 1 + call % _RING
         words[self._own + place] = word
-        return self._compare(words, word, place)
+        return self._compare(words, word, place, starting=True)
+
+    def mark_failed(self, call: int) -> None:
+        """This rank could not start a call that it has marked. Ranks that could are told of it in their wait."""
+        words = self._ledger.words
+        if words is not None:
+            place = self._own + 1 + call % _RING
+            words[place] = words[place] & ~0xFFFFFFFF | _FAILED
 
     def compare(self, call: int) -> str | None:
         """Look again at a call that has been marked: what another rank has started instead, or None."""
@@ -157,11 +166,13 @@ class Page:
         place = 1 + call % _RING
         return self._compare(words, words[self._own + place], place)
 
-    def _compare(self, words: memoryview, word: int, place: int) -> str | None:
+    def _compare(self, words: memoryview, word: int, place: int, starting: bool = False) -> str | None:
         for rank, page in self._peers:
             theirs = words[page + place]
             # Equal counts, other content: the same call and another collective. A page of another group is no peer.
             if theirs != word and theirs ^ word < 1 << 32 and words[page] == self._label:
+                if starting and theirs & 0xFFFFFFFF == _FAILED:
+                    continue  # this rank may be about to fail in the same way
                 ours, other = _KINDS[(word & 0xFFFFFFFF) >> 27], _KINDS[(theirs & 0xFFFFFFFF) >> 27]
                 what = other if other != ours else f"{other} of another size or source"
                 return f"rank {rank} has started {what} as the same call"

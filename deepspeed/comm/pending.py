@@ -121,7 +121,11 @@ def announce(facts: GroupFacts, name: str, what: What, nbytes: int, size: int) -
     """
     if facts.page is None:
         return
-    other = facts.page.mark(facts.calls + 1, name, size)
+    if facts.announced > facts.calls:  # the last one has raised before it had a handle: where all do, they count it
+        facts.calls = facts.announced
+        facts.page.mark_failed(facts.calls)
+    facts.announced = facts.calls + 1
+    other = facts.page.mark(facts.announced, name, size)
     if other is not None:
         call = Pending((), None, facts, name, what, nbytes, WaitMode.PLAIN)
         call.sequence = facts.calls + 1

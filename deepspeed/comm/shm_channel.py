@@ -138,9 +138,13 @@ class ShmWork:
             channel.abandon()
         raise RuntimeError(self._error)
 
+    def fail(self, error: str) -> None:
+        """It could not be started: `wait` says so."""
+        self._error = error
+
     def is_done_within(self, limit_us: int) -> bool:
         """Wait so long; whether the result is in place. A failure is left for `wait` to tell."""
-        if self.channel.wait_us(self.number, limit_us) != _DONE:
+        if self._error is not None or self.channel.wait_us(self.number, limit_us) != _DONE:
             return False
         self._finished = True
         self.channel.let_go(self.number)
@@ -284,8 +288,10 @@ class Channel:
         self._held.clear()
 
     def _work(self, number: int, tensors: tuple[torch.Tensor, ...]) -> ShmWork:
-        if number < 0:
-            raise RuntimeError(self.describe(-number))
+        if number < 0:  # the group is broken: as with gloo, the wait tells
+            broken = ShmWork(self, 0, ())
+            broken.fail(self.describe(-number))
+            return broken
         if len(self._held) >= 64:  # handles nobody waits for
             finished = self._lib.ds_shm_finished(self._handle, 0)
             for done in [held for held in self._held if held <= finished]:

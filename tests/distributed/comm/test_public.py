@@ -230,6 +230,16 @@ def poll(handle: Any) -> None:
         assert time.monotonic() < end
 
 
+def refused_on_all_ranks() -> None:
+    """What every rank is refused does not look like ranks that diverge, whoever goes on first."""
+    for length in range(1, 30):
+        with pytest.raises(ValueError, match="complex"):
+            dist.all_reduce(torch.ones(3, dtype=torch.complex64), op=dist.ReduceOp.MAX)
+        tensor = torch.ones(length)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        dist.broadcast(tensor, 0)
+
+
 def over_gloo() -> None:
     with patch.dict(os.environ, DS_SHM="0"):
         shapes_strides_and_dtypes()
@@ -238,7 +248,7 @@ def over_gloo() -> None:
 
 PARTS = (
     reductions, scatters, gathers, exchanges, transfers, objects, outside_a_group, shapes_strides_and_dtypes, handles,
-    over_gloo,
+    refused_on_all_ranks, over_gloo,
 )  # fmt: skip
 
 
