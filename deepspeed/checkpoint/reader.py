@@ -229,14 +229,20 @@ class SavedTag:
     def _absent(self, ranks: Sequence[int]) -> str:
         bf16 = any(name.startswith("bf16") for name in self._optim_files.values())
         shown = ", ".join(names.optim_file(rank, self.mp_rank, bf16=bf16) for rank in ranks)
-        hint = (
-            " (checkpoint.use_node_local_storage: each node has what its own ranks saved, which the same number of "
-            "ranks on the same nodes can load; for another layout: python -m deepspeed.checkpoint merge)"
-        )
         return (
             f"{self.folder} was saved by {self.shards} ranks; optimizer-states files are missing: {shown}"
-            f"{hint if self.node_local else ''}. The tags in {self.load_dir} are "
-            f"{', '.join(tags_in(self.load_dir)) or 'none'}"
+            f"{self._merge_hint(names.optim_file(rank, self.mp_rank, bf16=bf16) for rank in ranks)}. The tags in "
+            f"{self.load_dir} are {', '.join(tags_in(self.load_dir)) or 'none'}"
+        )
+
+    def _merge_hint(self, absent: Iterable[str]) -> str:
+        """What to do about files that were never in this folder: it is one node's part of a save."""
+        if self.manifest is None or any(name in self.manifest.files for name in absent):
+            return ""
+        return (
+            " (this is one node's part of a save with checkpoint.use_node_local_storage: the same ranks on the same "
+            "nodes load it with that key; for anything else put the disks together: "
+            "python -m deepspeed.checkpoint merge)"
         )
 
     def has_optim_files(self) -> bool:
@@ -248,7 +254,7 @@ class SavedTag:
             problems = [f"{name} is missing" for name in missing]
         else:
             unknown = [name for name in chosen if name not in self.manifest.files]
-            problems = [f"{name} is not part of this checkpoint" for name in unknown]
+            problems = [f"{name} is not part of this checkpoint{self._merge_hint([name])}" for name in unknown]
             problems += wrong_sizes(self.folder, self.manifest, [name for name in chosen if name not in unknown])
         if problems:
             raise CheckpointError(f"checkpoint {self.tag!r} in {self.load_dir} is not complete: {'; '.join(problems)}")

@@ -260,7 +260,7 @@ def aborted(includes_rank_0: Callable[[], bool]) -> bool:
 def failure(waiter: Waiter, cause: BaseException | None, limit_s: float) -> CollectiveError:
     """The error to raise for a wait that failed (`cause`) or was given up (None). Tells the other ranks."""
     reason = _reason(cause, limit_s)
-    if _watch is None:
+    if _watch is None or waiter.facts.size == 1:  # nobody waits for a group of one
         return _build_error(waiter, waiter.facts.rank, reason, None)
     call = activity.describe_call(waiter)
     own = f"failed in {call}, called at {activity.main_thread_place()}: {reason}"
@@ -278,7 +278,9 @@ def failure(waiter: Waiter, cause: BaseException | None, limit_s: float) -> Coll
 
 def _build_error(waiter: Waiter, rank: int, reason: str, report: Report | None) -> CollectiveError:
     others: list[str] = []
-    if report is None:
+    if waiter.facts.size == 1:
+        others.append("no other rank is in this group")
+    elif report is None:
         others.append("unknown: " + _why_unknown())
     else:
         if report.rank != rank:

@@ -20,6 +20,7 @@ class GradAccumulation:
     managed: bool = True
     micro_steps: int = 0
     passes: int = 0  # backward passes in the present window
+    all_passes: int = 0  # of the whole run
     origin: int = 0  # micro_steps at the start of some window of the present length
     forced: bool | None = None  # set_gradient_accumulation_boundary
     in_no_sync: bool = False
@@ -37,6 +38,11 @@ class GradAccumulation:
         if self.forced is not None:
             return self.forced
         return self.is_boundary() or self.passes >= self.steps
+
+    def begin_pass(self) -> None:
+        """A backward pass has been started."""
+        self.passes += 1
+        self.all_passes += 1
 
     def force(self, is_boundary: bool | None) -> None:
         self.forced = is_boundary

@@ -12,6 +12,7 @@ optimizer). Invariant: without accumulation every step of the client's updates. 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class ClientSteps:
         self._engine = engine
         self._by_engine = False
         self._counted_at = 0  # backward passes in the window at the last step that only counted
+        self._stepped_at = -1  # backward passes of the whole run at the client's last step
         self._told: set[str] = set()
 
     @contextlib.contextmanager
@@ -45,6 +47,7 @@ class ClientSteps:
         if self._by_engine or not accumulation.passes:
             update()
             return
+        self._stepped_at = accumulation.all_passes
         if not accumulation.is_complete():
             self._counted_at = accumulation.passes
             accumulation.finish_micro_step()
@@ -58,7 +61,30 @@ class ClientSteps:
         accumulation.finish_window()
         engine.count_update()
         if engine.lr_scheduler is not None and engine.lr_scheduler is not engine.client_lr_scheduler:
-            self._tell("optimizer.step() does not step the schedule of the config, as engine.step() does")
+            self._tell(
+                "optimizer.step() does not step the schedule of the config, as engine.step() does: the learning rate "
+                "stays what it is. Call scheduler.step() after every update, or engine.step() in place of both"
+            )
+
+    def already_stepped(self) -> bool:
+        """Before ``engine.step()``: True when the client has stepped the optimizer since the last backward."""
+        if self._stepped_at != self._engine.accumulation.all_passes:
+            return False
+        self._tell(
+            "engine.step() after optimizer.step() without a backward between them: the micro-step has been counted "
+            "already, and this call does nothing. Call one of the two"
+        )
+        return True
+
+    def expect_steps(self) -> None:
+        """At a backward: tell whoever waits for a boundary that only steps bring nearer."""
+        accumulation = self._engine.accumulation
+        if accumulation.micro_steps == 0 and accumulation.passes == 8 * accumulation.steps > 8:
+            self._tell(
+                f"{accumulation.passes} backward passes and no step yet: micro-steps are counted by engine.step() (or "
+                "optimizer.step()), which is called after every one of them; is_gradient_accumulation_boundary() does "
+                "not become true before"
+            )
 
     def keep_window(self) -> bool:
         """Before ``optimizer.zero_grad()`` drops gradients: True when it follows a step that only counted."""
@@ -78,4 +104,4 @@ class ClientSteps:
     def _tell(self, line: str) -> None:
         if line not in self._told:
             self._told.add(line)
-            log_dist(line, [0])
+            log_dist(line, [0], level=logging.WARNING)

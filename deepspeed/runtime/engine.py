@@ -159,7 +159,8 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
             divisor = 1  # the whole window is divided at its boundary
         else:
             self._window_mode = "managed"
-        self.accumulation.passes += 1
+        self.accumulation.begin_pass()
+        self._client_steps.expect_steps()
         if divisor != 1:
             loss = loss / divisor
         optimizer.backward(loss, retain_graph=retain_graph)
@@ -188,7 +189,8 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
             optimizer.rescale_grads(float(self.accumulation.loss_divisor))
         optimizer.grad_multiplier = 1.0 / self.accumulation.loss_divisor
         self._window_mode = "raw"
-        self.accumulation.passes += 1
+        self.accumulation.begin_pass()
+        self._client_steps.expect_steps()
 
     def _should_reduce(self) -> bool:
         if self.accumulation.in_no_sync:
@@ -244,6 +246,8 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
         optimizer = self._need_optimizer("step")
         if self.accumulation.in_no_sync and self.accumulation.is_boundary():
             raise RuntimeError("engine.step() inside engine.no_sync() at a boundary: leave the context first")
+        if self._client_steps.already_stepped():
+            return
         self._step_applied = False
         if self.accumulation.is_boundary():
             if self.callbacks:

@@ -203,3 +203,59 @@ def test_a_block_in_tiles_trains_as_the_whole(ranks: Callable[..., Any], stage: 
     for found in ranks(trains_in_tiles, stage, 3):
         for mine, other in zip(found, whole, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)  # positions are added in another order
+
+
+def told_of(body: Callable[[Any], None], **top: Any) -> tuple[list[str], Any]:
+    engine = start(2, gradient_accumulation_steps=2, **top)
+    told: list[str] = []
+    engine._client_steps._tell = told.append
+    body(engine)
+    found = (engine.global_steps, engine.micro_steps, engine.get_lr()[0])
+    engine.destroy()
+    return told, found
+
+
+def run_backward(engine: Any) -> None:
+    engine.backward(engine(torch.ones(2, 6)).square().mean())
+
+
+def both_steps(engine: Any) -> None:
+    for _ in range(4):
+        run_backward(engine)
+        engine.optimizer.step()
+        engine.step()
+
+
+def waits_for_a_boundary(engine: Any) -> None:
+    for _ in range(20):
+        run_backward(engine)
+        if engine.is_gradient_accumulation_boundary():
+            engine.optimizer.step()
+
+
+def leaves_the_schedule(engine: Any) -> None:
+    for _ in range(2):
+        run_backward(engine)
+        engine.optimizer.step()
+
+
+def habits() -> dict[str, tuple[list[str], Any]]:
+    warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}}
+    return {
+        "both": told_of(both_steps),
+        "waits": told_of(waits_for_a_boundary),
+        "schedule": told_of(leaves_the_schedule, **warmup),
+    }
+
+
+def test_habits_that_train_otherwise_than_they_look_are_told(ranks: Callable[..., Any]) -> None:
+    for found in ranks(habits):
+        told, counts = found["both"]
+        assert counts[:2] == (2, 4)  # each micro-step is counted once
+        assert sum("Call one of the two" in line for line in told) == 4
+        told, counts = found["waits"]
+        assert counts[:2] == (0, 0)
+        assert [line for line in told if "16 backward passes and no step yet" in line]
+        told, counts = found["schedule"]
+        assert counts == (1, 2, 0.0)
+        assert [line for line in told if "learning rate stays what it is" in line]

@@ -25,13 +25,15 @@ _AHEAD_NBYTES = 32 << 20  # that the system is told to fetch before they are ask
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete tag holds. ``number`` grows with every save into a folder, whatever clocks say."""
+    """What a complete tag holds. ``number`` grows with every save into a folder, whatever clocks say; ``save`` is the
+    same in all parts of one save, where nodes keep theirs on disks of their own."""
 
     files: dict[str, Written]
     number: int
     global_steps: int
     world_size: int
     ds_version: str
+    save: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +58,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         if record["version"] != _VERSION:
             raise ValueError(f"{path} has version {record['version']!r}; this release reads version {_VERSION}")
         files = {name: Written(int(entry["nbytes"]), int(entry["crc32"])) for name, entry in record["files"].items()}
-        return Manifest(files, *(record[key] for key in ("number", "global_steps", "world_size", "ds_version")))
+        facts = {key: record[key] for key in ("number", "global_steps", "world_size", "ds_version")}
+        return Manifest(files, **facts, save=record.get("save", ""))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
 

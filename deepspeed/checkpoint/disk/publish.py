@@ -117,7 +117,7 @@ class Publication:
         folder, final, aside, token = job.folder, job.final, job.aside, job.token
         siblings = complete_tags(final.parent)
         number = 1 + max((number for number, _ in siblings), default=0)
-        Manifest(files, number, job.global_steps, self.world, version).write(aside)
+        Manifest(files, number, job.global_steps, self.world, version, token).write(aside)
         durable.publish_folder(aside, final, token)
         if not is_complete(final):
             raise CheckpointError(f"{final} is not complete right after it was written: is another job saving there?")

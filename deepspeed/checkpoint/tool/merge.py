@@ -1,7 +1,7 @@
 """``python -m deepspeed.checkpoint merge NODE0 NODE1 ... --out OUT``: one tag from the disks of several nodes.
 
 With ``checkpoint.use_node_local_storage`` every node holds what its own ranks wrote. Put together, the files are an
-ordinary tag, which loads at any number of ranks and stage. Give the folders in the order of the nodes.
+ordinary tag, which loads at any number of ranks and stage. The order of the folders matters for nothing.
 
 Owns: the command. Does not own: what a tag needs to be whole (``reader.py``).
 Invariant: the tag appears in ``OUT`` when every file of every rank is there and every byte is the one that was saved.
@@ -10,6 +10,7 @@ Invariant: the tag appears in ``OUT`` when every file of every rank is there and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -22,10 +23,11 @@ from deepspeed.checkpoint.disk.manifest import Manifest, is_complete, read_manif
 from deepspeed.checkpoint.disk.publish import SCRIPTS_FOLDER
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.tool import contents
+from deepspeed.comm.activity import format_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dirs", type=Path, nargs="+", help="checkpoint folder of each node, in their order")
+    parser.add_argument("dirs", type=Path, nargs="+", help="checkpoint folder of each node")
     parser.add_argument("--tag", help="the tag (default: the one that `latest` names)")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write the whole tag into")
     parser.add_argument("--json", action="store_true", help="print one object for programs")
@@ -48,13 +50,7 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     """
     manifests = [_manifest_of(folder) for folder in folders]
     tag, final = folders[0].name, out / folders[0].name
-    for folder, found in zip(folders, manifests, strict=True):
-        first = manifests[0]
-        if (folder.name, found.global_steps, found.world_size) != (tag, first.global_steps, first.world_size):
-            raise CheckpointError(
-                f"{folder} is of step {found.global_steps} on {found.world_size} ranks, {folders[0]} of step "
-                f"{first.global_steps} on {first.world_size} ranks: not one save"
-            )
+    _same_save(folders, manifests)
     if final.exists():
         raise CheckpointError(f"{final} exists; give another folder to merge into")
     sources: dict[str, Path] = {}
@@ -63,6 +59,7 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     whole = Manifest(
         {name: written for found in reversed(manifests) for name, written in found.files.items()},
         manifests[0].number, manifests[0].global_steps, manifests[0].world_size, manifests[0].ds_version,
+        manifests[0].save,
     )  # fmt: skip
     token = durable.new_token()
     aside = durable.saving_folder(final, token)
@@ -72,10 +69,12 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
             with open(folder / name, "rb") as source, durable.written_aside(aside / name) as target:
                 shutil.copyfileobj(source, target, 4 << 20)
         whole.write(aside)
-        _check(aside, whole)
+        _check(aside, whole, folders)
         durable.publish_folder(aside, final, token)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # made for this
+            out.rmdir()
         raise
     for script in names.RECOVERY_SCRIPTS:
         durable.write_text(out / script, (SCRIPTS_FOLDER / script).read_text())
@@ -94,11 +93,35 @@ def _manifest_of(folder: Path) -> Manifest:
     return found
 
 
-def _check(folder: Path, whole: Manifest) -> None:
+def _same_save(folders: Sequence[Path], manifests: Sequence[Manifest]) -> None:
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise CheckpointError(f"a folder is given twice: {', '.join(str(folder) for folder in folders)}")
+    first = manifests[0]
+    for folder, found in zip(folders, manifests, strict=True):
+        if (folder.name, found.global_steps, found.world_size) != (
+            folders[0].name,
+            first.global_steps,
+            first.world_size,
+        ):
+            raise CheckpointError(
+                f"{folder} is of step {found.global_steps} on {found.world_size} ranks, {folders[0]} of step "
+                f"{first.global_steps} on {first.world_size} ranks: not one save. --tag names a tag that all have"
+            )
+        if found.save != first.save:
+            raise CheckpointError(f"{folder} and {folders[0]} were written by two saves, perhaps of two runs: not one")
+
+
+def _check(folder: Path, whole: Manifest, folders: Sequence[Path]) -> None:
     problems = wrong_checksums(folder, whole, whole.files)
     if problems:
         raise CheckpointError("; ".join(problems))
     saved = contents.open_tag(folder)
     saved.model_files()
-    if saved.shards:
-        saved.optim_files()
+    parsed = [names.parse_optim_file(name) for name in whole.files]
+    held = {parts.dp_rank for parts in parsed if parts is not None}
+    missing = sorted(set(range(saved.shards)) - held)
+    if missing:
+        raise CheckpointError(
+            f"{', '.join(str(path) for path in folders)} hold the optimizer states of {format_ranks(sorted(held))} of "
+            f"{saved.shards}; those of {format_ranks(missing)} are on disks of other nodes: give their folders too"
+        )

@@ -408,3 +408,29 @@ def wrong_arguments() -> None:
 
 def test_incomplete_arguments_are_refused(pool: Any) -> None:
     pool.run(1, wrong_arguments, create_group=False)
+
+
+def refused_alone() -> float:
+    """A group of one refuses a call; the ranks' other groups go on."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([number]) for number in range(dist.get_world_size())][rank]
+    if rank == 0:
+        with pytest.raises((dist.CollectiveError, RuntimeError)):
+            torch_dist_refusal(alone)
+    tensor = torch.ones(4)
+    for _ in range(4):
+        dist.all_reduce(tensor)
+    return float(tensor[0])
+
+
+def torch_dist_refusal(group: Any) -> None:
+    from deepspeed.comm import watch
+    from deepspeed.comm.group_facts import facts_of
+    from deepspeed.comm.pending import Pending, WaitMode
+
+    call = Pending((), None, facts_of(group), "all_reduce", "", 0, WaitMode.SLICES)
+    raise watch.failure(call, RuntimeError("refused"), 1.0)
+
+
+def test_a_failure_in_a_group_of_one_is_told_to_nobody(pool: Any) -> None:
+    assert set(pool.run(2, refused_alone)) == {16.0}

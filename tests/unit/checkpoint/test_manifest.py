@@ -81,4 +81,4 @@ def test_tags_are_listed_by_number_not_by_clock(tmp_path: Path) -> None:
 
 def test_the_file_is_plain_json(tmp_path: Path) -> None:
     record = json.loads((complete(tmp_path / "step", "x") / names.MANIFEST).read_text())
-    assert set(record) == {"version", "files", "number", "global_steps", "world_size", "ds_version"}
+    assert set(record) == {"version", "files", "number", "global_steps", "world_size", "ds_version", "save"}
