@@ -311,6 +311,63 @@ def test_another_share_of_columns(pool, tmp_path: Path) -> None:
     pool.run(2, _another_share, str(tmp_path), 2)
 
 
+# Changed between a save and its load, while an update is under way or not: the section before, and after.
+CHANGES = {
+    "overlap off": (LATE, {"overlap_step": False}),
+    "overlap on": ({**LATE, "overlap_step": False}, {"overlap_step": True}),
+    "shorter windows": (LATE, {"update_interval": 1}),
+    "away": (LATE, {"overlap_step": False, "offload": True}),
+}
+
+
+def _change(engine: Any, flow: dict[str, Any]) -> None:
+    """What a load does to an engine that saw the change, by hand."""
+    zenflow, overlap = engine.optimizer.zenflow, flow["overlap_step"]
+    if not overlap:  # what is under way lands, and everybody hears of it
+        zenflow._take_back()
+        zenflow.important.publish(zenflow.deferred.land())
+        for unit in zenflow.units:
+            for segment in unit.segments if unit.group.sharded else ():
+                zenflow.publish(unit.group, segment)
+    zenflow.deferred.hold_still()
+    zenflow.deferred.overlap = overlap
+    zenflow.options = replace(zenflow.options, overlap=overlap, update_interval=flow["update_interval"])
+
+
+def _changed(folder: str, stage: int, change: str) -> None:
+    before, keys = CHANGES[change]
+    before = {**before, "select_interval": 8}
+    after = {**before, **keys}
+    for saved in (4, 5):
+        engine = start(stage, before, "bf16")
+        train(engine, 0, saved)
+        engine.save_checkpoint(folder, tag=str(saved))
+        under_way = bool(engine.optimizer.zenflow.deferred.lands_later)
+        assert under_way is before["overlap_step"]
+        _change(engine, after)
+        resumed = start(stage, after, "bf16")
+        resumed.load_checkpoint(folder, tag=str(saved))
+        assert_same(everything(resumed), everything(engine))
+        resumed.save_checkpoint(folder, tag="again")  # before any step
+        again = start(stage, {**after, "overlap_step": True}, "bf16")
+        again.load_checkpoint(folder, tag="again")
+        assert_same(everything(again), everything(resumed))
+        again.destroy()
+        for one in (engine, resumed):
+            train(one, saved, 10)
+        assert_same(everything(resumed), everything(engine))
+        engine.destroy()
+        resumed.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "change"),
+    ((2, "overlap off"), (3, "overlap off"), (3, "overlap on"), wide(2, "shorter windows"), wide(2, "away")),
+)
+def test_keys_changed_between_save_and_load(pool, tmp_path: Path, stage: int, change: str) -> None:
+    pool.run(2, _changed, str(tmp_path), stage, change)
+
+
 def _state_dict(stage: int) -> None:
     engine = start(stage, LATE, "bf16")
     train(engine, 0, 4)  # an update has not landed

@@ -4,6 +4,8 @@
     zenflow_pending    the sum of this window's scaled gradients, in the leaf's shape, fp32; absent if there is none
     zenflow_weight     while an update has not landed: the weights in the model, which masters are ahead of
 
+Without ``overlap`` nothing is under way between two steps: what a saved update has made lands when it is read.
+
 They are states like others, so a checkpoint holds them by fragment and gives them to any number of ranks. ``columns``
 is None where all are important. Between two steps, from ``hold_still`` on, they are there; during a step they are not.
 
@@ -69,7 +71,7 @@ def read(flow: ZenFlow, *, with_states: bool) -> None:
         return
     sums: dict[int, torch.Tensor | None] = {}
     later: list[Piece] = []
-    chosen, outdated, rounds, window = 0, 0, 0, 0
+    chosen, outdated, rounds, window, changed = 0, 0, 0, 0, 0
     for piece in flow.pieces:
         state = flow.base.state.get(piece.bound.leaf, {})
         facts: dict[str, Any] = state.get(FACTS, {})
@@ -83,21 +85,28 @@ def read(flow: ZenFlow, *, with_states: bool) -> None:
         else:
             outdated = 1
         if facts.get("later"):
-            later.append(piece)
-            if WEIGHT in state:
-                piece.bound.model.copy_(state[WEIGHT])
-    facts_of_all = [chosen, outdated, rounds, window, len(later)]
+            changed = 1
+            weight = state.get(WEIGHT)
+            if flow.options.overlap:
+                later.append(piece)
+            else:  # nothing would land it later: masters are what it has made, important elements included
+                weight = piece.bound.leaf.detach()
+                state[FACTS] = {**facts, "later": False}
+                state.pop(WEIGHT, None)
+            if weight is not None:
+                piece.bound.model.copy_(weight)
+    facts_of_all = [chosen, outdated, rounds, window, changed]
     if flow.shares():
         agreed = torch.tensor(facts_of_all, dtype=torch.float64, device=flow.groups[0].device)
         collectives.all_reduce(agreed, flow.shards.group, op="max", what="where ZenFlow goes on").wait()
         facts_of_all = list(map(int, agreed.tolist()))
-    chosen, outdated, flow.rounds, window, anybody = facts_of_all
+    chosen, outdated, flow.rounds, window, changed = facts_of_all
     flow.selected, flow.outdated = bool(chosen), bool(chosen and outdated)
     for piece in flow.pieces if flow.selected else ():
         if piece.cut is None:  # it has joined since: all of it is important until the next choice
             piece.choose(None)
     flow.deferred.take_over(window, sums, later)
-    if anybody:
+    if changed:
         for group in {id(unit.group): unit.group for unit in flow.units}.values():
             for segment in group.layout.segments if group.sharded else ():
                 flow.publish(group, segment)
