@@ -218,8 +218,9 @@ def _accelerators(
         if "torch" not in required:
             required.append("torch")
         return [], None, "torch cannot be imported", []
-    rows = [_accelerator_row(name, real_accelerator._built_in(name)) for name in
-            real_accelerator.SUPPORTED_ACCELERATOR_LIST]
+    rows = [
+        _accelerator_row(name, real_accelerator._built_in(name)) for name in real_accelerator.SUPPORTED_ACCELERATOR_LIST
+    ]
     forced = os.environ.get("DS_ACCELERATOR")
     try:
         chosen = real_accelerator.get_accelerator()
@@ -331,7 +332,8 @@ def _ops(accelerator: str) -> list[OpRow]:
         used, others, file, seconds = None, {}, None, 0.0
         for way in op.implementations:
             if used is not None:
-                others[way.name] = f"{used} is taken before it"
+                reason = way.problem(device)  # of the device alone: nothing is built that is not used
+                others[way.name] = reason.splitlines()[0] if reason else f"{used} is taken before it"
                 continue
             found, took = _library(way.library) if way.library else (None, 0.0)
             problem = way.why_not(op.name, device)

@@ -22,6 +22,7 @@ from deepspeed.runtime.optimizer_config import (
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_schema import ConfigSections
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 
 
 def cross_problems(sections: ConfigSections) -> Iterator[Problem]:
@@ -32,6 +33,11 @@ def cross_problems(sections: ConfigSections) -> Iterator[Problem]:
 
 def _clash(*keys: str, found: str, expected: str, change: str = "") -> Problem:
     return Problem(keys[0], f"found {found}; expected {expected}", change, keys=keys)
+
+
+def _with_section(section: str, *keys: str, found: str, expected: str) -> Problem:
+    """`section` is there, and `keys` are not as it needs them. It says so whatever is wrong inside of the section."""
+    return Problem(section, f"found a section {found}; expected {expected}", keys=keys)
 
 
 def _precision(s: ConfigSections) -> Iterator[Problem]:
@@ -74,14 +80,13 @@ def _precision(s: ConfigSections) -> Iterator[Problem]:
 
 def _gradient_scaling(s: ConfigSections) -> Iterator[Problem]:
     if s.gradient_allreduce_op == "sum":
-        for key, on in (
-            ("zero_optimization.stage", s.zero_optimization.stage == 3),
-            ("zero_optimization.zenflow", s.zero_optimization.zenflow is not None),
-            ("compile.deepcompile", s.compile.deepcompile),
+        for found, on, keys in (
+            ("stage 3", s.zero_optimization.stage == 3, ["zero_optimization.stage"]),
+            ("zero_optimization.zenflow on", s.zero_optimization.zenflow is not None, []),
+            ("compile.deepcompile on", s.compile.deepcompile, ["compile.deepcompile"]),
         ):
             if on:
-                found = "stage 3" if key.endswith("stage") else f"{key} on"
-                yield _clash("gradient_allreduce_op", key, found=f"sum with {found}", expected="mean")
+                yield _clash("gradient_allreduce_op", *keys, found=f"sum with {found}", expected="mean")
     if s.gradient_predivide_factor != 1.0 and not s.prescale_gradients:
         return  # reported as without effect
     if not s.managed_gradient_accumulation and s.compile.deepcompile:
@@ -107,7 +112,7 @@ def _zero(s: ConfigSections) -> Iterator[Problem]:
                 change="set gradient_clipping to 0 or compute_grad_norm to true",
             )
         if zero.zenflow is not None:
-            yield _clash(key, here + "zenflow", found=f"false with {here}zenflow", expected="true")
+            yield _clash(key, found=f"false with {here}zenflow", expected="true")
         if zero.offload_optimizer is not None and zero.offload_optimizer.device != "none":
             yield _clash(
                 key,
@@ -170,32 +175,30 @@ def _zenflow(s: ConfigSections) -> Iterator[Problem]:
     flow = zero.zenflow
     if flow is None:
         return
-    if zero.offload_optimizer is None or zero.offload_optimizer.device != "cpu":
-        yield _clash(
-            here,
-            "zero_optimization.offload_optimizer.device",
-            found="a section without offload_optimizer to cpu",
-            expected="zero_optimization.offload_optimizer.device cpu",
-        )
+    offload, device = zero.offload_optimizer, "zero_optimization.offload_optimizer.device"
+    if offload is None or offload.device != "cpu":
+        has = "without zero_optimization.offload_optimizer"
+        if offload is not None:
+            default = "" if "device" in offload.model_fields_set else " (the default)"
+            has = f"with {device} {offload.device}{default}"
+        yield _with_section(here, device, found=has, expected=f"{device} cpu")
     if not zero.overlap_comm:
-        yield _clash(
-            here,
-            "zero_optimization.overlap_comm",
-            found="a section with zero_optimization.overlap_comm false",
-            expected="zero_optimization.overlap_comm true",
-        )
-    offload = zero.offload_optimizer
+        key, default, keys = "zero_optimization.overlap_comm", "", ["zero_optimization.overlap_comm"]
+        if "overlap_comm" not in zero.model_fields_set:
+            default = f" (the default at stage {zero.stage:d})"
+            keys.append("zero_optimization.stage")
+        yield _with_section(here, *keys, found=f"with {key} false{default}", expected=f"{key} true")
     for key, on in (
         ("offload_optimizer.super_offload", offload is not None and offload.super_offload),
         ("mics_shard_size", zero.mics_shard_size > 0),
     ):
         if on:
-            yield _clash(here, f"zero_optimization.{key}", found=f"a section with {key}", expected=f"{key} off")
+            yield _with_section(here, f"zero_optimization.{key}", found=f"with {key}", expected=f"{key} off")
     if s.optimizer is not None and s.optimizer.name not in (None, "adam", "adamw"):
-        yield _clash(
+        yield _with_section(
             here,
             "optimizer.type",
-            found=f"a section with optimizer.type {s.optimizer.type}",
+            found=f"with optimizer.type {s.optimizer.type}",
             expected="optimizer.type Adam or AdamW, whose update can be divided",
         )
     for key, least, value in (
@@ -203,21 +206,31 @@ def _zenflow(s: ConfigSections) -> Iterator[Problem]:
         ("steps_per_epoch", 1, flow.steps_per_epoch),
     ):
         if value is not None and value < least:
-            yield Problem(f"{here}.{key}", f"found {value}; expected at least {least}", f"use {least}", keys=(here,))
+            yield Problem(
+                f"{here}.{key}", f"found {value}; expected at least {least}", f"use {least}", keys=(f"{here}.{key}",)
+            )
+    yield from _zenflow_intervals(flow, here)
+
+
+def _zenflow_intervals(flow: ZenFlowConfig, here: str) -> Iterator[Problem]:
     select, update = flow.select_interval, flow.update_interval
     if (flow.select_strategy == "auto") != isinstance(select, str):
         yield _clash(
             f"{here}.select_interval",
             f"{here}.select_strategy",
-            found=f"{select} with {here}.select_strategy {flow.select_strategy}",
+            found=f"{select} with {here}.select_strategy {flow.select_strategy}"
+            + ("" if "select_strategy" in flow.model_fields_set else " (the default)"),
             expected='"auto" with select_strategy auto, an integer with step or epoch',
+            change="set select_strategy to step or epoch"
+            if isinstance(select, int)
+            else "set select_interval to an integer, or select_strategy to auto",
         )
-    if isinstance(select, int) and isinstance(update, int) and flow.select_strategy == "step" and update > select:
+    if isinstance(select, int) and isinstance(update, int) and flow.select_strategy != "epoch" and update > select:
         yield _clash(
             f"{here}.update_interval",
             f"{here}.select_interval",
             found=f"{update} with {here}.select_interval {select}",
-            expected="at most select_interval",
+            expected="at most select_interval" + ("" if flow.select_strategy == "step" else ", if it counts steps"),
         )
 
 

@@ -129,12 +129,18 @@ def near_miss(key: str, known: Iterable[str]) -> str | None:
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """The most similar known key, however far within reason: a hint, not a verdict."""
-    close = near_miss(key, known)
+    """The most similar known key, however far within reason: a hint, not a verdict.
+
+    A key that is the first words of one known key alone (`topk` of `topk_ratio`) means that one.
+    """
+    names = list(known)
+    close = near_miss(key, names)
     if close:
         return close
+    longer = [name for name in names if _plain(name).startswith(_plain(key) + "_")]
+    if len(longer) == 1:
+        return longer[0]
     import difflib  # only on the way to an error
 
-    names = list(known)
     found = difflib.get_close_matches(_plain(key), names, n=1, cutoff=0.6)
     return found[0] if found else None

@@ -327,19 +327,35 @@ def describe(field: FieldInfo) -> str:
     metadata = field_rules(field)
     words = [item.text for item in metadata if isinstance(item, Rule)] or [_type_words(field.annotation)]
     text = words[0]
+    text = _with_range(text, metadata)
+    if any(isinstance(item, annotated_types.MinLen) and item.min_length == 1 for item in metadata):
+        text = "non-empty " + text
+    return text + (" or null" if _takes_none(field) and "null" not in text and field.annotation is not Any else "")
+
+
+def _with_range(text: str, metadata: Iterable[Any]) -> str:
+    """`text` with one bound as a sign (`number >= 0`), with two as words (`number above 0 and below 1`)."""
+    bounds: dict[str, str] = {}
     for item in metadata:
-        for kind, sign in (
-            (annotated_types.Gt, ">"),
-            (annotated_types.Ge, ">="),
-            (annotated_types.Lt, "<"),
-            (annotated_types.Le, "<="),
+        for sign, kind in (
+            (">", annotated_types.Gt),
+            (">=", annotated_types.Ge),
+            ("<", annotated_types.Lt),
+            ("<=", annotated_types.Le),
         ):
             if isinstance(item, kind):
-                bound = f" {sign} {getattr(item, kind.__name__.lower())}"
-                text += bound if bound not in text else ""
-        if isinstance(item, annotated_types.MinLen) and item.min_length == 1:
-            text = "non-empty " + text
-    return text + (" or null" if _takes_none(field) and "null" not in text and field.annotation is not Any else "")
+                value = getattr(item, kind.__name__.lower())
+                value = int(value) if isinstance(value, float) and value.is_integer() else value
+                bounds.setdefault(sign, str(value))
+    if len(bounds) == 1:
+        ((sign, value),) = bounds.items()
+        return text if f" {sign} {value}" in text else f"{text} {sign} {value}"
+    if not bounds:
+        return text
+    if bounds.keys() == {">=", "<="}:
+        return f"{text} from {bounds['>=']} to {bounds['<=']}"
+    words = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
+    return f"{text} " + " and ".join(f"{words[sign]} {bounds[sign]}" for sign in words if sign in bounds)
 
 
 def _type_words(annotation: Any) -> str:

@@ -219,16 +219,12 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
     """[stage 3] Modules fetched as one unit. Example: {"names": ["layers.0.mlp"]}."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _overlap_follows_stage(cls, data: Any) -> Any:
-        # Only an explicit null or absence is filled in; a bad stage is reported by its own field.
-        if isinstance(data, Mapping) and data.get("overlap_comm") is None:
-            try:
-                return {**data, "overlap_comm": _stage(data.get("stage", 0)) == ZeroStageEnum.weights}
-            except PydanticCustomError:
-                return data
-        return data
+    @model_validator(mode="after")
+    def _overlap_follows_stage(self) -> Self:
+        if self.overlap_comm is None:  # not validated as an assignment: the user has not set it
+            self.__dict__["overlap_comm"] = self.stage == ZeroStageEnum.weights
+            self.__pydantic_fields_set__.discard("overlap_comm")
+        return self
 
     @model_validator(mode="after")
     def _section_rules(self) -> Self:

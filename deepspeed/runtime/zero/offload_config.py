@@ -4,6 +4,7 @@ Owns where sharded state lives outside the device and how much of it is moved at
 elements. Does not own the stores (`runtime/swap_tensor/`).
 """
 
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from deepspeed.runtime.config_problems import Problem, show
 from deepspeed.runtime.config_types import Flag, Integer, Real, Size
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
@@ -43,8 +45,21 @@ class _OffloadSection(DeepSpeedConfigModel):
         return {**data, "nvme_path": None} if isinstance(data, dict) and data.get("nvme_path") == "" else data
 
 
+def _key_of_the_other(here: str, other: str, known: Collection[str], key: str, value: Any) -> Problem | None:
+    if key not in known:
+        return None
+    detail = f"unknown key (found {show(value)}); it is a key of zero_optimization.{other}"
+    return Problem(f"zero_optimization.{here}.{key}", detail, "move it there, or remove it")
+
+
 class DeepSpeedZeroOffloadParamConfig(_OffloadSection):
     """`offload_param`: where parameter shards live between uses."""
+
+    @classmethod
+    def explain_unknown_key(cls, key: str, value: Any) -> Problem | None:
+        """A key of the section for optimizer states."""
+        known = DeepSpeedZeroOffloadOptimizerConfig.model_fields
+        return _key_of_the_other("offload_param", "offload_optimizer", known, key, value)
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     """[stage 3] Where parameter shards live. Example: "cpu"."""
@@ -67,6 +82,12 @@ class DeepSpeedZeroOffloadParamConfig(_OffloadSection):
 
 class DeepSpeedZeroOffloadOptimizerConfig(_OffloadSection):
     """`offload_optimizer`: where optimizer states live and where the step runs."""
+
+    @classmethod
+    def explain_unknown_key(cls, key: str, value: Any) -> Problem | None:
+        """A key of the section for parameters."""
+        known = DeepSpeedZeroOffloadParamConfig.model_fields
+        return _key_of_the_other("offload_optimizer", "offload_param", known, key, value)
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     """[stages 1-3] Where optimizer states live; nvme needs stage 3. Example: "cpu"."""

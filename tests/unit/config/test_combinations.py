@@ -96,11 +96,35 @@ def zero(**section) -> dict:
             "zero_optimization.reduce_scatter false",
         ),
         (zero(stage=2, zenflow={}), "zero_optimization.zenflow", "zero_optimization.offload_optimizer.device cpu"),
-        (zero(stage=2, zenflow={}, offload_optimizer=CPU), "zero_optimization.zenflow", "overlap_comm false"),
+        (
+            zero(stage=2, zenflow={}, offload_optimizer=CPU),
+            "zero_optimization.zenflow",
+            "overlap_comm false (the default at stage 2)",
+        ),
+        (
+            zero(stage=3, zenflow={}, offload_optimizer=CPU, overlap_comm=False),
+            "zero_optimization.zenflow",
+            "overlap_comm false;",
+        ),
+        (
+            zero(stage=3, zenflow={}, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+            "zero_optimization.zenflow",
+            "found a section with zero_optimization.offload_optimizer.device nvme;",
+        ),
         (
             zero(stage=2, zenflow={"select_interval": 3}),
             "zero_optimization.zenflow.select_interval",
-            "select_strategy auto",
+            "select_strategy auto (the default); expected",
+        ),
+        (
+            zero(stage=2, zenflow={"topk_ratio": 0.2, "select_interval": 3}),
+            "zero_optimization.zenflow.select_interval",
+            "set select_strategy to step or epoch",
+        ),
+        (
+            zero(stage=2, zenflow={"select_strategy": "step"}),
+            "zero_optimization.zenflow.select_interval",
+            "set select_interval to an integer, or select_strategy to auto",
         ),
         (
             zero(stage=2, zenflow={"select_strategy": "step", "select_interval": 2, "update_interval": 4}),
@@ -435,6 +459,33 @@ def test_a_wrong_value_is_not_reported_twice() -> None:
     """Rules that rest on a wrong value stay silent: the value is reported once."""
     lines = problems({"bf16": {"enabled": "perhaps"}, "data_types": {"param_dtype": "fp32"}})
     assert [line.split(":")[0] for line in lines] == ["bf16.enabled"]
+
+
+def test_problems_of_zenflow_come_at_once() -> None:
+    flow = {"topk_ratio": 2, "select_interval": 20, "update_interval": 30, "full_warm_up_rounds": -1}
+    lines = problems({"gradient_allreduce_op": "sum", **zero(stage=2, zenflow=flow)})
+    assert [line.split(":")[0].removeprefix("zero_optimization.") for line in lines] == [
+        "zenflow.topk_ratio",
+        "gradient_allreduce_op",
+        "zenflow",
+        "zenflow",
+        "zenflow.full_warm_up_rounds",
+        "zenflow.select_interval",
+        "zenflow.update_interval",
+    ]
+    assert "without zero_optimization.offload_optimizer;" in lines[2]
+    assert "overlap_comm false (the default at stage 2)" in lines[3]
+    wrong_stage = problems(zero(stage=9, zenflow={}, offload_optimizer=CPU))
+    assert [line.split(":")[0] for line in wrong_stage] == ["zero_optimization.stage"]  # its default is not known
+
+
+def test_overlap_of_communication_that_follows_the_stage_was_not_set() -> None:
+    for stage in (0, 2, 3):
+        for section in ({}, {"overlap_comm": None}):
+            config = parse(zero(stage=stage, **section)).zero_config
+            assert config.overlap_comm is (stage == 3)
+            assert "overlap_comm" not in config.model_fields_set
+    assert "overlap_comm" in parse(zero(stage=3, overlap_comm=False)).zero_config.model_fields_set
 
 
 @pytest.mark.parametrize("kind", (DeepSpeedConfigError, ValueError, AssertionError))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.config_problems import edit_distance, near_miss
+from deepspeed.runtime.config_problems import edit_distance, near_miss, nearest
 from tests.unit.config.cases import BATCH, only_problem, parse, problems
 
 
@@ -42,6 +42,11 @@ from tests.unit.config.cases import BATCH, only_problem, parse, problems
             "zero_optimization.offload_optimizer.devise",
             "zero_optimization.offload_optimizer.device",
         ),
+        (
+            {"zero_optimization": {"stage": 3, "zenflow": {"topk": 0.1}, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.zenflow.topk",
+            "zero_optimization.zenflow.topk_ratio",
+        ),
         ({"aio": {"queue_dept": 1}}, "aio.queue_dept", "aio.queue_depth"),
         (
             {"checkpoint": {"parallel_write": {"pipeline_stag": True}}},
@@ -75,6 +80,26 @@ def test_near_misses_name_the_key_meant(config: dict, path: str, meant: str) -> 
     line = only_problem(config)
     assert line.startswith(f"{path}: unknown")
     assert f"nearest known key: {meant};" in line
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "other"),
+    (
+        ("offload_optimizer", "buffer_size", "offload_param"),
+        ("offload_optimizer", "max_in_cpu", "offload_param"),
+        ("offload_param", "pipeline_read", "offload_optimizer"),
+    ),
+)
+def test_a_key_of_the_other_offload_section(section: str, key: str, other: str) -> None:
+    line = only_problem({"zero_optimization": {"stage": 3, section: {"device": "cpu", key: 1}}})
+    assert line.startswith(f"zero_optimization.{section}.{key}: unknown key (found 1 (integer)); ")
+    assert line.endswith(f"it is a key of zero_optimization.{other}; move it there, or remove it")
+
+
+def test_first_words_that_several_keys_share_mean_none_of_them() -> None:
+    assert nearest("topk", ["topk_ratio", "interval"]) == "topk_ratio"
+    assert nearest("topk", ["topk_ratio_of_all", "topk_interval_of_all"]) is None
+    assert nearest("top", ["topk_ratio_of_all"]) is None
 
 
 def test_far_off_keys_in_closed_sections_list_what_is_known() -> None:

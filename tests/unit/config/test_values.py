@@ -88,8 +88,16 @@ def test_taken(config: dict, read, value) -> None:
             'zero_optimization.offload_param.device: found "disk" (string); expected one of none, cpu, nvme',
         ),
         (
-            zero(zenflow={"update_interval": 0}),
+            zero(zenflow={"update_interval": 0}, offload_optimizer={"device": "cpu"}, overlap_comm=True),
             "zero_optimization.zenflow.update_interval: found 0 (integer); expected",
+        ),
+        (
+            zero(zenflow={"topk_ratio": 1}, offload_optimizer={"device": "cpu"}, overlap_comm=True),
+            "zero_optimization.zenflow.topk_ratio: found 1 (integer); expected number above 0 and below 1;",
+        ),
+        (
+            zero(stage=3, offload_optimizer={"ratio": 1.5}),
+            "zero_optimization.offload_optimizer.ratio: found 1.5 (number); expected number from 0 to 1;",
         ),
         ({"fp16": {"loss_scale": "128"}}, 'fp16.loss_scale: found "128" (string); expected number >= 0'),
         ({"fp16": {"loss_scale": True}}, "fp16.loss_scale: found true (boolean); expected number >= 0"),
