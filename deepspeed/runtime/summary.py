@@ -86,16 +86,17 @@ def table(facts: dict[str, Any]) -> str:
         for which in ("expected", "measured"):
             sizes = facts["model_state_bytes"][which]
             if sizes:
-                parts = ", ".join(f"{kind} {megabytes(sizes[kind])}" for kind in _KINDS)
-                total = megabytes(sum(sizes[kind] for kind in _KINDS))
-                away = "".join(f"; {kind} {megabytes(sizes[kind])}" for kind in ("host", "disk") if kind in sizes)
+                parts = ", ".join(f"{kind} {size_text(sizes[kind])}" for kind in _KINDS)
+                total = size_text(sum(sizes[kind] for kind in _KINDS))
+                away = "".join(f"; {kind} {size_text(sizes[kind])}" for kind in ("host", "disk") if kind in sizes)
                 rows.append((f"bytes/rank {which}", f"{total} = {parts}{away}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
 
-def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB"
+def size_text(nbytes: int) -> str:
+    """``nbytes`` in MB of 10^6 bytes; in KB where that would be below 1."""
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 or not nbytes else f"{nbytes / 1e3:.1f} KB"
 
 
 def announce(engine: DeepSpeedEngine) -> None:

@@ -15,6 +15,32 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import utils
+from deepspeed.runtime.summary import table
+
+
+def test_the_start_table_shows_small_models_in_kilobytes() -> None:
+    sizes = {"parameter": 4_000_000, "gradient": 0, "master": 999_000, "optimizer": 64, "host": 1_000}
+    text = table(
+        {
+            "batch": dict.fromkeys(
+                ("train_batch_size", "micro_batch_per_gpu", "gradient_accumulation_steps", "data_parallel_size"), 1
+            ),
+            "stage": 1,
+            "parallel": {"dp": 1},
+            "parameters": {"total": 1, "trainable": 1},
+            "dtypes": {"weights": "float32"},
+            "kept_fp32": [],
+            "buffers_cast": [],
+            "autocast": None,
+            "optimizer": "AdamW",
+            "gradient_clipping": 1.0,
+            "loss_scale": None,
+            "model_state_bytes": {"expected": sizes, "measured": None},
+        }
+    )
+    line = text.splitlines()[-1].split("expected")[1].strip()
+    parts = "parameter 4.0 MB, gradient 0.0 MB, master 999.0 KB, optimizer 0.1 KB; host 1.0 KB"
+    assert line == f"5.0 MB = {parts}"
 
 
 def test_seed_covers_python_numpy_and_torch() -> None:
