@@ -9,18 +9,16 @@ Every function that communicates waits for the limit of its group at most and th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm import collectives, host_calls, objects
+from deepspeed.comm import collectives, host_calls
 from deepspeed.comm.at_once import sum_at_once
 from deepspeed.comm.call import Handle, LogOptions, begin, enter, membership, wait_mode
 from deepspeed.comm.environment import in_aml, in_aws_sm, in_dlts
-from deepspeed.comm.exchanges import start_barrier
 from deepspeed.comm.group_facts import Group, GroupFacts
 from deepspeed.comm.init import (
     init_distributed,
@@ -37,8 +35,17 @@ from deepspeed.comm.logging import (
     log_summary,
     reset_log,
 )
+from deepspeed.comm.moves import (
+    all_gather_object,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast_object_list,
+    gather,
+    monitored_barrier,
+    scatter,
+)
 from deepspeed.comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from deepspeed.comm.pending import blocking
 from deepspeed.comm.reduce_op import ReduceOp, to_torch
 from deepspeed.comm.state import (
     destroy_process_group,
@@ -205,25 +212,7 @@ def _all_reduce(
             steps.append(partial(tensor.div_, facts.size))
 
     mode = wait_mode(facts, tensors[0].device)
-    return begin(name, tuple(works), facts, mode, nbytes, async_op, log, _in_turn(steps))
-
-
-def _in_turn(steps: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
-    """One finishing step of several; None of none."""
-    if len(steps) < 2:
-        return steps[0] if steps else None
-
-    def finish() -> None:
-        for step in steps:
-            step()
-
-    return finish
-
-
-def _dense_list(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Callable[[], object]]]:
-    """(the tensors or contiguous stand-ins, the steps that bring those back)."""
-    pairs = [host_calls.dense_and_back(tensor) for tensor in tensors]
-    return [dense for dense, _ in pairs], [step for _, step in pairs if step is not None]
+    return begin(name, tuple(works), facts, mode, nbytes, async_op, log, host_calls.in_turn(steps))
 
 
 def broadcast(
@@ -269,7 +258,7 @@ def reduce(
     steps: list[Callable[[], object]] = [] if step is None else [step]
     steps += [partial(tensor.div_, facts.size)] if divide and get_rank() == dst else []
     mode = wait_mode(facts, tensor.device)
-    return begin("reduce", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), _in_turn(steps))
+    return begin("reduce", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), host_calls.in_turn(steps))
 
 
 def all_gather(
@@ -290,9 +279,9 @@ def all_gather(
     enter("all_gather", group)
     through_memory = host_calls.all_gather_list(facts, tensor_list, tensor)
     if through_memory is None:
-        parts, steps = _dense_list(tensor_list)
+        parts, steps = host_calls.dense_list(tensor_list)
         work = torch_dist.all_gather(parts, host_calls.dense_and_back(tensor)[0], group, async_op=True)
-        through_memory = work, _in_turn(steps)
+        through_memory = work, host_calls.in_turn(steps)
     work, finish = through_memory
     nbytes = sum(part.nbytes for part in tensor_list)
     return begin("all_gather", work, facts, wait_mode(facts, tensor.device), nbytes, async_op, (prof, log_name), finish)
@@ -355,7 +344,7 @@ def all_gather_coalesced(
         steps += [] if step is None else [step]
     mode = wait_mode(facts, input_tensors[0].device)
     log = (False, "all_gather_coalesced")
-    return begin("all_gather_coalesced", works, facts, mode, nbytes, async_op, log, _in_turn(steps))
+    return begin("all_gather_coalesced", works, facts, mode, nbytes, async_op, log, host_calls.in_turn(steps))
 
 
 # Arguments are checked before a call is announced: ranks that all raise are then still in step.
@@ -462,7 +451,7 @@ def _reduce_scatter(
     if torch_op == torch_dist.ReduceOp.SUM and whole.is_floating_point() and facts.sums_locally(whole.device):
         works, sum_up = collectives.start_reduce_scatter(flat, pieces, group, facts, average=divide)
         steps = steps if sum_up is None else [sum_up, *steps]
-        return begin(name, works, facts, mode, whole.nbytes, async_op, log, _in_turn(steps))
+        return begin(name, works, facts, mode, whole.nbytes, async_op, log, host_calls.in_turn(steps))
     work = host_calls.reduce_scatter(facts, flat, pieces, torch_op)
     steps = [partial(target.div_, facts.size), *steps] if divide else steps
     if work is None and facts.sums_locally(whole.device):  # as gloo itself does; its own work never says it is over
@@ -471,171 +460,4 @@ def _reduce_scatter(
         steps = [lambda: flat.copy_(everything.view(facts.size, -1)[facts.rank]), *steps]
     elif work is None:
         work = _torch_reduce_scatter_flat(flat, pieces, op=torch_op, group=group, async_op=True)
-    return begin(name, work, facts, mode, whole.nbytes, async_op, log, _in_turn(steps))
-
-
-def all_to_all_single(
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_to_all_single",
-    debug: str = "",
-) -> Handle | None:
-    """Send piece j of `tensor` to rank j; piece i of `output` comes from rank i. Splits count rows of dim 0."""
-    facts = membership(group)
-    if facts is None:
-        return None
-    host_calls.check_all_to_all(facts, output, tensor, output_split_sizes, input_split_sizes)
-    enter("all_to_all_single", group)
-    splits = output_split_sizes, input_split_sizes
-    through_memory = host_calls.all_to_all(facts, output, tensor, *splits)
-    if through_memory is None:
-        dense, step = host_calls.dense_and_back(output)
-        sent, _ = host_calls.dense_and_back(tensor)
-        through_memory = torch_dist.all_to_all_single(dense, sent, *splits, group, async_op=True), step
-    work, finish = through_memory
-    mode = wait_mode(facts, tensor.device)
-    return begin("all_to_all_single", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), finish)
-
-
-def all_to_all(
-    output_tensor_list: list[torch.Tensor],
-    input_tensor_list: list[torch.Tensor],
-    group: Group | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_to_all",
-    debug: str = "",
-) -> Handle | None:
-    """Send entry j of `input_tensor_list` to rank j; entry i of `output_tensor_list` comes from rank i."""
-    facts = enter("all_to_all", group)
-    if facts is None:
-        return None
-    device = input_tensor_list[0].device
-    mode = wait_mode(facts, device)
-    nbytes = sum(part.nbytes for part in input_tensor_list)
-    if not facts.sums_locally(device):
-        work = torch_dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op=True)
-        return begin("all_to_all", work, facts, mode, nbytes, async_op, (prof, log_name))
-    # gloo's list form moves the bytes several times: one flat exchange instead.
-    sent = torch.cat([part.reshape(-1) for part in input_tensor_list])
-    send_sizes = [part.numel() for part in input_tensor_list]
-    receive_sizes = [part.numel() for part in output_tensor_list]
-    received = torch.empty(sum(receive_sizes), dtype=output_tensor_list[0].dtype, device=device)
-    work, _ = host_calls.all_to_all(facts, received, sent, receive_sizes, send_sizes) or (
-        torch_dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group, async_op=True),
-        None,
-    )
-
-    def finish() -> None:
-        for part, piece in zip(output_tensor_list, received.split(receive_sizes), strict=True):
-            part.copy_(piece.view(part.shape))
-
-    return begin("all_to_all", work, facts, mode, nbytes, async_op, (prof, log_name), finish)
-
-
-def gather(
-    tensor: torch.Tensor,
-    gather_list: list[torch.Tensor] | None = None,
-    dst: int = 0,
-    group: Group | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "gather",
-    debug: str = "",
-) -> Handle | None:
-    """Collect every rank's `tensor` in `gather_list` of global rank `dst`."""
-    facts = enter("gather", group, root=dst)
-    if facts is None:
-        return None
-    parts, steps = _dense_list(gather_list) if gather_list else (gather_list, [])
-    work = torch_dist.gather(host_calls.dense_and_back(tensor)[0], parts, dst, group, async_op=True)
-    mode = wait_mode(facts, tensor.device)
-    return begin("gather", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), _in_turn(steps))
-
-
-def scatter(
-    tensor: torch.Tensor,
-    scatter_list: list[torch.Tensor] | None = None,
-    src: int = 0,
-    group: Group | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "scatter",
-    debug: str = "",
-) -> Handle | None:
-    """Hand entry r of `scatter_list` of global rank `src` to rank r of the group."""
-    facts = enter("scatter", group, root=src)
-    if facts is None:
-        return None
-    dense, step = host_calls.dense_and_back(tensor)
-    parts = _dense_list(scatter_list)[0] if scatter_list else scatter_list
-    work = torch_dist.scatter(dense, parts, src, group, async_op=True)
-    mode = wait_mode(facts, tensor.device)
-    return begin("scatter", work, facts, mode, tensor.nbytes, async_op, (prof, log_name), step)
-
-
-def barrier(
-    group: Group | None = None,
-    async_op: bool = False,
-    device_ids: list[int] | None = None,
-    prof: bool = False,
-    log_name: str = "barrier",
-    debug: str = "",
-) -> Handle | None:
-    """Wait until every rank of the group is here."""
-    facts = enter("barrier", group)
-    if facts is None:
-        return None
-    work = start_barrier(group, facts, device_ids=device_ids)
-    return begin("barrier", work, facts, collectives.barrier_mode(group, facts), 0, async_op, (prof, log_name))
-
-
-def monitored_barrier(
-    group: Group | None = None,
-    timeout: timedelta | None = None,
-    wait_all_ranks: bool = False,
-    prof: bool = False,
-    log_name: str = "monitored_barrier",
-    debug: str = "",
-) -> None:
-    """`barrier` with a limit of its own, where the backend has one (gloo). The error names missing ranks."""
-    facts = membership(group)
-    if facts is None:
-        return
-    if torch_dist.get_backend(group) == "gloo":
-        with blocking("monitored_barrier", ""):
-            torch_dist.monitored_barrier(group, timeout, wait_all_ranks)
-    else:
-        barrier(group, prof=prof, log_name=log_name)
-
-
-def all_gather_object(
-    object_list: list[Any],
-    obj: Any,
-    group: Group | None = None,
-    prof: bool = False,
-    log_name: str = "all_gather_object",
-    debug: str = "",
-) -> None:
-    """Fill `object_list` with every rank's picklable `obj`. The log sees the two gathers of bytes that do it."""
-    if membership(group) is not None:
-        objects.all_gather_object(object_list, obj, group)
-
-
-def broadcast_object_list(
-    object_list: list[Any],
-    src: int,
-    group: Group | None = None,
-    device: torch.device | None = None,
-    prof: bool = False,
-    log_name: str = "broadcast_object_list",
-    debug: str = "",
-) -> None:
-    """Replace the picklable entries of `object_list` by those of global rank `src`; the log sees two broadcasts."""
-    if membership(group) is not None:
-        objects.broadcast_object_list(object_list, src, group, device)
+    return begin(name, work, facts, mode, whole.nbytes, async_op, log, host_calls.in_turn(steps))

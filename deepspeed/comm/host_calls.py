@@ -135,3 +135,21 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _copy_back(tensor: torch.Tensor, dense: torch.Tensor) -> Finish:
     return None if dense is tensor else lambda: tensor.copy_(dense)
+
+
+def in_turn(steps: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
+    """One finishing step of several; None of none."""
+    if len(steps) < 2:
+        return steps[0] if steps else None
+
+    def finish() -> None:
+        for step in steps:
+            step()
+
+    return finish
+
+
+def dense_list(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Callable[[], object]]]:
+    """(the tensors or contiguous stand-ins, the steps that bring those back)."""
+    pairs = [dense_and_back(tensor) for tensor in tensors]
+    return [dense for dense, _ in pairs], [step for _, step in pairs if step is not None]

@@ -304,7 +304,7 @@ def test_ranks_that_do_not_come_leave_or_give_up_end_the_wait_with_their_number(
     assert waiting == "connection closed: rank 1 has left the group"
     waiting, _ = failures(lambda c: c.barrier().wait(), lambda c: c.abandon())
     assert waiting == "connection closed: rank 1 has given up on this group"
-    after, _ = failures(lambda c: (c.abandon(), c.barrier()), lambda c: None)
+    after, _ = failures(lambda c: (c.abandon(), c.barrier().wait()), lambda c: None)
     assert after == "this rank has given up on this group"
 
 
