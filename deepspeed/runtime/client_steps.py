@@ -28,7 +28,6 @@ class ClientSteps:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self._by_engine = False
-        self._counted_at = 0  # backward passes in the window at the last step that only counted
         self._stepped_at = -1  # backward passes of the whole run at the client's last step
         self._told: set[str] = set()
 
@@ -49,7 +48,6 @@ class ClientSteps:
             return
         self._stepped_at = accumulation.all_passes
         if not accumulation.is_complete():
-            self._counted_at = accumulation.passes
             accumulation.finish_micro_step()
             self._tell(
                 f"optimizer.step() and zero_grad() inside a window of {accumulation.steps} micro-steps: the step is "
@@ -79,7 +77,8 @@ class ClientSteps:
     def expect_steps(self) -> None:
         """At a backward: tell whoever waits for a boundary that only steps bring nearer."""
         accumulation = self._engine.accumulation
-        if accumulation.micro_steps == 0 and accumulation.passes == 8 * accumulation.steps > 8:
+        accumulates = accumulation.steps > 1
+        if accumulates and accumulation.micro_steps == 0 and accumulation.passes == 8 * accumulation.steps:
             self._tell(
                 f"{accumulation.passes} backward passes and no step yet: micro-steps are counted by engine.step() (or "
                 "optimizer.step()), which is called after every one of them; is_gradient_accumulation_boundary() does "
@@ -91,7 +90,7 @@ class ClientSteps:
         accumulation = self._engine.accumulation
         if not accumulation.passes:
             return False
-        if self._counted_at == accumulation.passes:
+        if self._stepped_at == accumulation.all_passes:  # no backward since: the zero_grad() beside that step
             return True
         if accumulation.in_window and accumulation.forced is None:
             self._tell(

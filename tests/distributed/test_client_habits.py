@@ -143,6 +143,28 @@ def test_stepping_the_optimizer_keeps_the_windows(ranks: Callable[..., Any], sta
             assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True)), way
 
 
+def drops_a_bad_batch(stage: int, bad: float) -> list[torch.Tensor]:
+    """In the second window the first gradients are thrown away before they are stepped on."""
+    engine = start(stage, gradient_accumulation_steps=2)
+    for number, scale in ((0, 1.0), (1, 1.0), (2, bad), (2, 1.0), (3, 1.0)):
+        inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        engine.backward(engine(inputs).square().mean() * scale)
+        if scale == 1.0:
+            engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    found = [deepspeed.utils.safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_gradients_are_dropped_where_no_step_came_before(ranks: Callable[..., Any], stage: int) -> None:
+    """Kept are only those of a step that counted, not those of the same place in a later window."""
+    small = ranks(drops_a_bad_batch, stage, 0.5)[0]
+    for large in ranks(drops_a_bad_batch, stage, 1e6):
+        assert all(torch.equal(a, b) for a, b in zip(large, small, strict=True))
+
+
 def drops_part_of_a_window() -> list[str]:
     engine = start(2, gradient_accumulation_steps=2)
     told: list[str] = []

@@ -1,7 +1,7 @@
 """``python -m deepspeed.checkpoint merge NODE0 NODE1 ... --out OUT``: one tag from the disks of several nodes.
 
 With ``checkpoint.use_node_local_storage`` every node holds what its own ranks wrote. Put together, the files are an
-ordinary tag, which loads at any number of ranks and stage. The order of the folders matters for nothing.
+ordinary tag, which loads at any number of ranks and stage. The folders may be given in any order.
 
 Owns: the command. Does not own: what a tag needs to be whole (``reader.py``).
 Invariant: the tag appears in ``OUT`` when every file of every rank is there and every byte is the one that was saved.
@@ -63,6 +63,7 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     )  # fmt: skip
     token = durable.new_token()
     aside = durable.saving_folder(final, token)
+    made = not out.exists()
     aside.mkdir(parents=True)
     try:
         for name, folder in sources.items():
@@ -73,8 +74,9 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
         durable.publish_folder(aside, final, token)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
-        with contextlib.suppress(OSError):  # made for this
-            out.rmdir()
+        if made:
+            with contextlib.suppress(OSError):
+                out.rmdir()
         raise
     for script in names.RECOVERY_SCRIPTS:
         durable.write_text(out / script, (SCRIPTS_FOLDER / script).read_text())
