@@ -1,8 +1,9 @@
 """Compile a native library for this CPU, keep it, load it.
 
-A library is one C++17 file with a plain C interface, `csrc/<name>.cpp`, and the headers beside it; no torch headers, so
-a compiler needs a second for it and no toolkit. A wheel carries libraries in `lib/`; elsewhere the first use compiles
-into a cache folder. The file name holds a hash of sources, flags and compiler, so nothing stale is ever loaded.
+A library is C++17 with a plain C interface: `csrc/<name>.cpp`, the parts `csrc/<name>_*.cpp` if it has any (compiled
+side by side), and the headers beside them; no torch headers, so a compiler needs a second or two for it and no toolkit.
+A wheel carries libraries in `lib/`; elsewhere the first use compiles into a cache folder. The file name holds a hash of
+sources, flags and compiler, so nothing stale is ever loaded.
 
 Owns: finding a compiler, the command line, the cache, the load. Does not own: what the functions take (each caller
 declares its prototypes) and what to do without them: `load` raises `NativeUnavailable`, callers have a fallback.
@@ -120,9 +121,9 @@ def build(name: str) -> Built:
     if reason:
         raise NativeUnavailable(f"native library {name!r}: {reason}")
     isa = choose()
-    source = SOURCES / f"{name}.cpp"
+    sources = _sources(name)
     flags = [*_flags(name, isa), *shlex.split(os.environ.get("DS_NATIVE_FLAGS", ""))]
-    packaged = PACKAGED / f"{name}-{isa.name}-{_digest(source, flags, '')}.so"
+    packaged = PACKAGED / f"{name}-{isa.name}-{_digest(sources, flags, '')}.so"
     if packaged.is_file():
         return Built(packaged, isa, 0.0)
     compiler = find_compiler()
@@ -130,13 +131,13 @@ def build(name: str) -> Built:
         raise NativeUnavailable(
             f"native library {name!r}: no C++ compiler found (looked for $CXX, c++, g++, clang++); install one"
         )
-    target = cache_folder() / f"{name}-{isa.name}-{_digest(source, flags, _identity(compiler))}.so"
+    target = cache_folder() / f"{name}-{isa.name}-{_digest(sources, flags, _identity(compiler))}.so"
     if target.is_file():
         return Built(target, isa, 0.0)
     with _lock(target):
         if target.is_file():  # another process built it while this one waited
             return Built(target, isa, 0.0)
-        return Built(target, isa, _compile(name, compiler, flags, source, target))
+        return Built(target, isa, _compile(name, compiler, flags, sources, target))
 
 
 def build_package(folder: Path) -> list[Path]:
@@ -151,10 +152,10 @@ def build_package(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
 
     def make(name: str, isa: Isa) -> Path:
-        source = SOURCES / f"{name}.cpp"
-        target = folder / f"{name}-{isa.name}-{_digest(source, _flags(name, isa), '')}.so"
+        sources = _sources(name)
+        target = folder / f"{name}-{isa.name}-{_digest(sources, _flags(name, isa), '')}.so"
         if not target.is_file():
-            _compile(name, compiler, _flags(name, isa), source, target)
+            _compile(name, compiler, _flags(name, isa), sources, target)
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
@@ -165,7 +166,7 @@ def build_package(folder: Path) -> list[Path]:
 def build_all() -> list[Built]:
     """Make sure that every library exists for this CPU, several at a time. Raises as `load`."""
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        slowest_first = sorted(LIBRARIES, key=lambda name: -(SOURCES / f"{name}.cpp").stat().st_size)
+        slowest_first = sorted(LIBRARIES, key=lambda name: -sum(source.stat().st_size for source in _sources(name)))
         return list(compilers.map(build, slowest_first))
 
 
@@ -211,23 +212,28 @@ def _flags(name: str, isa: Isa) -> list[str]:
     return [*_FLAGS, *isa.flags, *LIBRARIES[name]]
 
 
-def _digest(source: Path, flags: list[str], compiler: str) -> str:
+def _sources(name: str) -> list[Path]:
+    """What is compiled for the library `name`: its file and its parts."""
+    return [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob(f"{name}_*.cpp"))]
+
+
+def _digest(sources: list[Path], flags: list[str], compiler: str) -> str:
     """A hash of everything that decides the content of the library: 16 hexadecimal digits."""
     mixed = hashlib.sha256()
-    for name, content in sorted(_texts(source).items()):
+    for name, content in sorted(_texts(sources).items()):
         mixed.update(name.encode() + b"\0" + content + b"\0")
     mixed.update("\0".join([*flags, compiler]).encode())
     return mixed.hexdigest()[:16]
 
 
-def _texts(source: Path) -> dict[str, bytes]:
-    """The source and the headers of ours it includes, directly or not: name -> content."""
+def _texts(sources: list[Path]) -> dict[str, bytes]:
+    """The sources and the headers of ours they include, directly or not: name -> content."""
     found: dict[str, bytes] = {}
-    waiting = [source.name]
+    waiting = [source.name for source in sources]
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name] = source.with_name(name).read_bytes()
+            found[name] = sources[0].with_name(name).read_bytes()
             waiting += [match.decode() for match in _INCLUDE.findall(found[name])]
     return found
 
@@ -239,24 +245,53 @@ def _identity(compiler: str) -> str:
     return f"{real}:{facts.st_size}:{facts.st_mtime_ns}"
 
 
-def _compile(name: str, compiler: str, flags: list[str], source: Path, target: Path) -> float:
+def _compile(name: str, compiler: str, flags: list[str], sources: list[Path], target: Path) -> float:
     """Compile to a name of our own, then rename. Returns seconds."""
     aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     began = time.monotonic()
-    command = [compiler, *flags, str(source), "-o", str(aside)]
+    if len(sources) == 1:
+        objects: list[Path] = []
+        commands = []
+        link = [compiler, *flags, str(sources[0]), "-o", str(aside)]
+    else:
+        objects = [aside.with_name(f"{aside.name}.{source.stem}.o") for source in sources]
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", str(made)]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        link = [compiler, *flags, *map(str, objects), "-o", str(aside)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            raise NativeUnavailable(
-                f"native library {name!r}: the compiler failed: {shlex.join(command)}\n{done.stderr.strip()[-2000:]}"
-            )
+        _run_all(name, commands)
+        _run_all(name, [link])
         os.replace(aside, target)
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        raise NativeUnavailable(f"native library {name!r}: {shlex.join(command)}: {problem}") from problem
+    except OSError as problem:
+        raise NativeUnavailable(f"native library {name!r}: {shlex.join(link)}: {problem}") from problem
     finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
+        for path in (aside, *objects):
+            with contextlib.suppress(OSError):
+                path.unlink()
     return time.monotonic() - began
+
+
+def _run_all(name: str, commands: list[list[str]]) -> None:
+    """Run compilers side by side; the first that fails is quoted, the others are ended."""
+    running: list[subprocess.Popen[str]] = []
+    try:
+        running += (subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands)
+        for command, process in zip(commands, running, strict=True):
+            try:
+                text, _ = process.communicate(timeout=300)
+            except subprocess.TimeoutExpired as problem:
+                raise NativeUnavailable(f"native library {name!r}: {shlex.join(command)}: {problem}") from problem
+            if process.returncode:
+                raise NativeUnavailable(
+                    f"native library {name!r}: the compiler failed: {shlex.join(command)}\n{text.strip()[-2000:]}"
+                )
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
 
 @contextlib.contextmanager

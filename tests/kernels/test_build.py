@@ -66,6 +66,21 @@ def test_a_changed_header_is_compiled_again(tiny: Path) -> None:
 
 
 @needs_compiler
+def test_parts_of_a_library_are_compiled_and_linked(tiny: Path) -> None:
+    (tiny / "tiny.cpp").write_text(
+        TINY.replace("return ANSWER", "return half() * 2").replace("extern", "int half();\nextern")
+    )
+    (tiny / "tiny_half.cpp").write_text('#include "answer.h"\nint half() { return ANSWER / 2; }\n')
+    assert build.load("tiny").answer() == 42
+    (tiny / "tiny_half.cpp").write_text("int half() { return 4; }\n")
+    assert ctypes.CDLL(str(build.build("tiny").path)).answer() == 8
+    (tiny / "tiny_half.cpp").write_text("int half() { return four; }\n")
+    with pytest.raises(NativeUnavailable, match=r"(?s)the compiler failed: .*tiny_half.cpp.*four"):
+        build.build("tiny")
+    assert {path.suffix for path in (tiny.parent / "cache").iterdir()} == {".lock", ".so"}
+
+
+@needs_compiler
 def test_a_package_carries_every_variant_and_is_preferred(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.parent / "lib"
     made = build.build_package(folder)

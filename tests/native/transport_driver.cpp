@@ -1,6 +1,7 @@
 // Exercises the same-host transport with ranks that are threads of this process, for sanitizers:
 //
-//   g++ -std=c++17 -O1 -g -fsanitize=thread -pthread -I deepspeed/native/csrc tests/native/transport_driver.cpp
+//   g++ -std=c++17 -O1 -g -fsanitize=thread -pthread -I deepspeed/native/csrc
+//       tests/native/transport_driver.cpp deepspeed/native/csrc/transport_sums.cpp
 //   g++ ... -fsanitize=address,undefined ...
 //
 // Every rank draws the same operations, starts several at once, waits for them in an order of its own and checks the
