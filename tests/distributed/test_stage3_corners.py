@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -136,3 +137,48 @@ def test_one_rank_may_ask_which_tensors_share_storage() -> None:
             engine.module[0].weight.data_ptr()
     torch.distributed.barrier()
     engine.destroy()
+
+
+class ReadsWeights(nn.Module):
+    """A forward that reads the weights of its parts itself and hands them to a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = list(self.parameters())
+        return mixed(self, x, weights) + (x @ weights[0].t()).sum()
+
+
+def mixed(module: ReadsWeights, x: Tensor, weights: list[nn.Parameter]) -> Tensor:
+    return module.down(module.up(x)) + weights[-1]
+
+
+def compiled_losses(compiled: bool) -> list[float]:
+    torch.manual_seed(0)
+    zero = {"stage": 3, **FORCED}
+    engine = start(nn.Sequential(ReadsWeights(), nn.Linear(6, 6), ReadsWeights()), 3, zero_optimization=zero)
+    if compiled:
+        engine.compile(backend="eager")
+    losses = []
+    for step in range(3):
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(step))
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    torch._dynamo.reset()  # compiled code keeps what it saw
+    return losses
+
+
+def compiled_as_eager() -> None:
+    # The compiler patches modules for good, and looks at all there is of x.
+    with mock.patch.object(nn.Module, "__init__", nn.Module.__init__), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+        assert compiled_losses(True) == compiled_losses(False)
+
+
+def test_a_compiled_forward_may_read_released_weights(pool: Any) -> None:
+    pool.run(2, compiled_as_eager)

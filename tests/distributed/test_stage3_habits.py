@@ -146,8 +146,12 @@ def per_sample_gradients(engine: Any, x: Tensor) -> None:
         return torch.func.functional_call(module, params, (one.unsqueeze(0),)).pow(2).mean()
 
     params = dict(module.named_parameters())
-    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+    take = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    found = take(params, x)
     assert all(torch.isfinite(grads).all() for grads in found.values())
+    for alike in ({k: p.detach() for k, p in params.items()}, {k: p.data for k, p in params.items()}):
+        again = take(alike, x)
+        assert all(torch.equal(again[name], grads) for name, grads in found.items())
 
 
 class Tangents(nn.Module):

@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.param_block import ParamBlock, Place
 from deepspeed.runtime.zero.routes import GatherRoute
 from deepspeed.runtime.zero.shard_group import GroupSpec, ShardGroup
-from deepspeed.runtime.zero.sharded_parameter import block_of
+from deepspeed.runtime.zero.sharded_parameter import block_of, hide_from_compiler
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 _ALIGN_BYTES = 64
@@ -168,6 +168,7 @@ class ShardedModule:
 
     def install_hooks(self) -> None:
         """Hook the module and its parts as they are now; parts attached later are seen by ``install_hooks`` again."""
+        hide_from_compiler()
         self.remove_hooks()
         reference = weakref.ref(self)
 

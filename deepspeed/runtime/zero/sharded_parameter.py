@@ -48,7 +48,7 @@ class ShardedTensor:
         if func in _METADATA:
             with _NO_DISPATCH():
                 return func(*args, **(kwargs or {}))
-        return _dispatch(func, args, kwargs or {})
+        return _entry(func, args, kwargs or {})
 
     # nn.Parameter answers these itself, without dispatch.
 
@@ -72,15 +72,50 @@ class ShardedTensor:
 
 
 class ShardedData(ShardedTensor, torch.Tensor):  # type: ignore[misc]  # __repr__ takes more than Tensor's
-    """``param.data`` or ``param.detach()`` of a sharded parameter: its metadata, and the way to it."""
+    """``param.data`` or ``param.detach()`` of a sharded parameter: its metadata, and the way to it. Has no memory."""
 
     _ds_param: nn.Parameter
+
+    @staticmethod
+    def of(param: nn.Parameter) -> ShardedData:
+        with _NO_DISPATCH():
+            made: ShardedData = torch.Tensor._make_wrapper_subclass(
+                ShardedData, param.shape, dtype=param.dtype, device=param.device
+            )
+        made._ds_param = param
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What torch's functions do not show: ``torch.func`` puts its own tensors around this one, in C++."""
+        return _with_values(func, args, kwargs or {})
 
 
 @functools.cache
 def guard_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class that a parameter of class ``cls`` has while it is sharded. A subclass, so ``isinstance`` holds."""
-    return type(f"Sharded{cls.__name__}", (ShardedTensor, cls), {"__module__": __name__})
+    made = type(f"Sharded{cls.__name__}", (ShardedTensor, cls), {"__module__": __name__})
+    if _entry is not _dispatch:
+        _break_graphs_at(made)
+    _guards.append(made)
+    return made
+
+
+def hide_from_compiler() -> None:
+    """From now on torch.compile ends its graph where it meets a sharded parameter, and traces nothing of this module.
+
+    Its guards would look at the memory of the placeholder, past what the parameter says of itself. Loads the compiler,
+    which every torch optimizer does when it is made.
+    """
+    global _entry
+    if _entry is _dispatch:
+        _entry = torch.compiler.disable(_dispatch)
+        for made in _guards:
+            _break_graphs_at(made)
+
+
+def _break_graphs_at(cls: type) -> None:
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -113,6 +148,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if special is not None:
         return special(func, args, kwargs)
     return _with_values(func, args, kwargs)
+
+
+_entry: Callable[..., Any] = _dispatch
+_guards: list[type] = []
 
 
 def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,10 +222,7 @@ def _data_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block = block_of(param)
     if block is not None and block.owner is not None and block.owner.in_training():
         return _with_values(func, args, kwargs)
-    with _NO_DISPATCH():
-        stand_in = param.data.as_subclass(ShardedData)
-    stand_in._ds_param = param
-    return stand_in
+    return ShardedData.of(param)
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,7 +256,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Conversions (``to``, ``float`` ...) that would change nothing give the parameter itself."""
     held = args[0]
     with _NO_DISPATCH():
-        probe = held.data if isinstance(held, nn.Parameter) else held.as_subclass(torch.Tensor)
+        probe = parameter_of(held).data
         found = func(probe, *args[1:], **kwargs)
         # torch converts from "cpu" to "cpu:0" by copying, though the host is one device
         same_host = found.device.type == probe.device.type == "cpu" and found.dtype == probe.dtype
