@@ -6,6 +6,8 @@ adds. A key that changes here changes the on-disk format.
 
 from __future__ import annotations
 
+from typing import Any
+
 # ---- model-states file: mp_rank_XX_model_states.pt -----------------------------------------------------------------
 MODULE = "module"
 BUFFER_NAMES = "buffer_names"
@@ -45,6 +47,25 @@ PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"
 PARTITION_COUNT = "partition_count"
 ZERO_STAGE = "zero_stage"
 PARAM_SLICE_MAPPINGS = "param_slice_mappings"
+
+# How a value of an optimizer state belongs to its parameter: see ``runtime/zero/state_dict.py``.
+FLAT, SCALAR, TENSOR, PLAIN = "flat", "scalar", "tensor", "plain"
+
+
+def masters_key(stage: int) -> str:
+    """Where the flat masters of a shard are."""
+    return FP32_FLAT_GROUPS if stage >= 3 else SINGLE_PARTITION_OF_FP32_GROUPS
+
+
+def base_state_key(stage: int) -> str:
+    """Where the base optimizer's state of a shard is."""
+    return OPTIMIZER_STATE_DICT if stage >= 3 else BASE_OPTIMIZER_STATE
+
+
+def dtype_name(dtype: Any) -> str:
+    """How files spell a dtype: ``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
 
 # ---- file name parts -----------------------------------------------------------------------------------------------
 ZERO_FILE_PREFIX = "zero_pp_rank_"

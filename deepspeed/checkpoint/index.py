@@ -4,6 +4,8 @@ An *extent* says: elements ``start .. start + numel`` of the parameter are eleme
 ``file``. Asking for a run of elements of one kind (the fp32 master, one optimizer state) gives the extents that cover
 it exactly, whatever ranks, stages and buckets they were saved with; a hole is an error that names it.
 
+Tensors are torch's, or plain ones (``utils/torch_archive``) where nothing but looking up and copying is asked for.
+
 Owns: the lookup and the arithmetic of covering. Does not own: opening files (``reader.py``), what the keys mean.
 Invariant: :meth:`FragmentIndex.cover` returns extents clipped to the request, in order, without hole or overlap.
 """
@@ -12,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from deepspeed.checkpoint.constants import FP32_WEIGHT_KEY
+from deepspeed.checkpoint.constants import FLAT, FP32_WEIGHT_KEY, PLAIN, SCALAR, TENSOR
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.runtime.zero.layout import ShardLayout
-from deepspeed.runtime.zero.state_dict import FLAT, PLAIN, SCALAR, TENSOR
+from deepspeed.utils.torch_archive.tensors import is_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 MASTER = FP32_WEIGHT_KEY
 WEIGHT = "weight"  # of a parameter without an optimizer
@@ -41,8 +44,8 @@ class Extent:
     def end(self) -> int:
         return self.start + self.numel
 
-    def elements(self) -> torch.Tensor:
-        """The elements of a flat extent.  # 1D, numel"""
+    def elements(self) -> Any:
+        """The elements of a flat extent, a tensor of the kind that ``value`` is.  # 1D, numel"""
         return self.value.reshape(-1).narrow(0, self.offset, self.numel)
 
     def whole(self) -> Any:
@@ -221,7 +224,7 @@ def add_parameter_states(
 
 def kind_of(value: Any, numel: int) -> str:
     """How optimizer state ``value`` of a whole parameter of ``numel`` elements belongs to them (a kind of extent)."""
-    if not isinstance(value, torch.Tensor):
+    if not is_tensor(value):
         return PLAIN
     if value.dim() == 0:
         return SCALAR

@@ -14,19 +14,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint import names, trusted
+from deepspeed.checkpoint.constants import FLAT, base_state_key, masters_key
 from deepspeed.checkpoint.disk import durable
 from deepspeed.checkpoint.disk.manifest import Manifest, is_complete, read_manifest, wrong_checksums, wrong_sizes
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.weights import ShardedWeight
+from deepspeed.checkpoint.sharded_weight import ShardedWeight
 from deepspeed.runtime.zero.layout import ShardLayout
-from deepspeed.runtime.zero.state_dict import FLAT, base_state_key, masters_key
+from deepspeed.utils.torch_archive.tensors import DTYPES
+
+if TYPE_CHECKING:
+    import torch
 
 
 def read_latest(load_dir: Path, pointer: str = names.LATEST) -> str | None:
@@ -78,9 +80,10 @@ class SavedParameter:
 
 class SavedTag:
     """See the module docstring. ``mp_rank`` is the slice of the model this process needs, ``shard_rank`` of ``world``
-    its place among those that share it. ``node_local``: files of other nodes' ranks are on their disks."""
+    its place among those that share it. ``node_local``: files of other nodes' ranks are on their disks. ``plain``:
+    tensors are plain ones, torch is not imported."""
 
-    node_local = False
+    node_local = plain = False
 
     def __init__(
         self,
@@ -91,8 +94,10 @@ class SavedTag:
         world: int = 1,
         *,
         node_local: bool = False,
+        plain: bool = False,
     ) -> None:
         self.load_dir, self.tag, self.mp_rank, self.node_local = load_dir, tag, mp_rank, node_local
+        self.plain = plain
         self.folder = load_dir if tag == names.THIS_FOLDER else load_dir / tag
         durable.recover(self.folder, is_complete)
         if not self.folder.is_dir():
@@ -107,10 +112,21 @@ class SavedTag:
         own = shard_rank if len(files) == world or (node_local and shard_rank in files) else min(files, default=0)
         self.model_file = files.get(own, names.model_file(mp_rank))
         self._require([self.model_file])
-        self.model: dict[str, Any] = trusted.load_file(self.folder / self.model_file)
+        self.model: dict[str, Any] = self._load_file(self.folder / self.model_file)
         if not isinstance(self.model, dict) or keys.MODULE not in self.model:
             raise CheckpointError(f"{self.path} is not a model-states file: it has no {keys.MODULE!r}")
         self._check_library_part()
+
+    def _load_file(self, path: Path) -> Any:
+        return trusted.load_plain(path) if self.plain else trusted.load_file(path)
+
+    def _dtype(self, name: str) -> Any:
+        """The dtype that files spell so."""
+        if self.plain:
+            return DTYPES[name]
+        import torch
+
+        return getattr(torch, name)
 
     @property
     def path(self) -> Path:
@@ -300,10 +316,10 @@ class SavedTag:
     def _weight(self, name: str) -> ShardedWeight | None:
         if name in self.parameters:
             held = self.parameters[name]
-            return ShardedWeight(name, held.shape, getattr(torch, held.dtype), self.index, indexing.MASTER)
+            return ShardedWeight(name, held.shape, self._dtype(held.dtype), self.index, indexing.MASTER)
         if name in self._rest:
             shape, dtype = self._rest[name]
-            return ShardedWeight(name, shape, getattr(torch, dtype), self.rest_index, indexing.WEIGHT)
+            return ShardedWeight(name, shape, self._dtype(dtype), self.rest_index, indexing.WEIGHT)
         return None
 
     @cached_property
@@ -330,7 +346,7 @@ class SavedTag:
         model = self.model
         if file != self.model_file:
             self._require([file])
-            model = trusted.load_file(self.folder / file)
+            model = self._load_file(self.folder / file)
             if model.get(keys.LAYOUT_RECORD) != self.model.get(keys.LAYOUT_RECORD):
                 raise CheckpointError(
                     f"{self.folder / file} does not belong to this checkpoint: its layout record differs from the one "
@@ -384,7 +400,7 @@ class SavedTag:
         if rank not in self._shards:
             name = self.optim_file(rank)
             self._require([name])
-            data = trusted.load_file(self.folder / name)
+            data = self._load_file(self.folder / name)
             asked = trusted.untrusted_paths(data)
             if asked:
                 raise CheckpointError(f"{self.folder / name} asks for {', '.join(asked)}, which is refused")

@@ -1,4 +1,4 @@
-"""Reading checkpoint files without running code from them.
+"""Reading checkpoint files without running code from them: tensors as torch's, or as plain ones for tools.
 
 Files are mapped, not read: a tensor costs disk traffic only where its elements are touched. Unpickling knows tensors,
 plain data, a few harmless classes of the standard library and numpy, and the old class paths that files of other
@@ -16,22 +16,25 @@ import collections
 import datetime
 import decimal
 import fractions
+import functools
 import io
 import pathlib
 import pickle
+import sys
 import types
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
-import torch
-
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.utils.torch_archive import load as archive
+from deepspeed.utils.torch_archive.bridge import from_torch
 
 
 class PlainObject:
-    """The attributes of an object of an old class path, as data."""
+    """The attributes of an object of an old class path, as data. ``pickled_as``: that path."""
+
+    pickled_as = ""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
@@ -64,19 +67,21 @@ class Untrusted:
         return f"<untrusted {self.path}>"
 
 
-def _old_class(name: str) -> type[PlainObject]:
-    return type(name, (PlainObject,), {})
+_OLD_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+)
 
 
 def _old_classes() -> dict[str, Any]:
-    return {
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler": _old_class("LossScaler"),
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _old_class("DynamicLossScaler"),
-        "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile": str,
-        "deepspeed.runtime.zero.config.ZeroStageEnum": int,
-        "deepspeed.utils.tensor_fragment.fragment_address": _old_class("fragment_address"),
-        "deepspeed.checkpoint.universal_checkpoint.SubparamShape": _old_class("SubparamShape"),
+    made: dict[str, Any] = {
+        path: type(path.rpartition(".")[2], (PlainObject,), {"pickled_as": path}) for path in _OLD_CLASSES
     }
+    made["deepspeed.runtime.fp16.loss_scaler.LossScaleProfile"] = str
+    made["deepspeed.runtime.zero.config.ZeroStageEnum"] = int
+    return made
 
 
 def _harmless() -> dict[str, Any]:
@@ -117,11 +122,12 @@ def _harmless() -> dict[str, Any]:
             kind = foreign[name]
         for module in ("pathlib", "pathlib._local"):
             found[f"{module}.{name}"] = kind
-    found.update(_numpy_classes())
     return found
 
 
 def _numpy_classes() -> dict[str, Any]:
+    import numpy
+
     rebuild = numpy.ndarray((0,)).__reduce__()[0]
     scalar = numpy.float64(0).__reduce__()[0]
     found: dict[str, Any] = {"numpy.ndarray": numpy.ndarray, "numpy.dtype": numpy.dtype}
@@ -140,7 +146,7 @@ _TORCH_FUNCTIONS = (
     "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
     "torch._utils._rebuild_sparse_tensor", "torch.serialization._get_layout",
     "torch.Tensor", "torch.nn.parameter.Parameter", "torch.Size", "torch.device", "torch.storage.UntypedStorage",
-    "torch.storage.TypedStorage", "_codecs.encode",
+    "torch.storage.TypedStorage",
 )  # fmt: skip
 
 
@@ -158,26 +164,57 @@ class _Table:
     """Path -> object of everything that may be named by a file; built when the first file is read."""
 
     def __init__(self) -> None:
-        self.own = {**_old_classes(), **_harmless()}
-        self.torch = {path: _look_up(path) for path in _TORCH_FUNCTIONS}
-        self.torch["torch._tensor._rebuild_from_type_v2"] = _plain_tensor
+        self._own = {**_old_classes(), **_harmless(), "_codecs.encode": _look_up("_codecs.encode")}
+
+    @functools.cached_property
+    def _numpy(self) -> dict[str, Any]:
+        return _numpy_classes()
+
+    @functools.cached_property
+    def _torch(self) -> dict[str, Any]:
+        found = {path: _look_up(path) for path in _TORCH_FUNCTIONS}
+        found["torch._tensor._rebuild_from_type_v2"] = _plain_tensor
+        return found
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """All that is not torch's."""
+        return {**self._own, **self._numpy}
 
     def find(self, module: str, name: str) -> Any:
+        """Where tensors are torch's."""
+        import torch
+
         path = f"{module}.{name}"
-        if path in self.own:
-            return self.own[path]
-        if path in self.torch:
-            return self.torch[path]
+        if path not in self._own and path in self._torch:
+            return self._torch[path]
         if module == "torch":
             value = getattr(torch, name, None)
             if isinstance(value, (torch.dtype, torch.qscheme, torch.layout)):
                 return value
-        return _registered().get(path) or type(name, (Untrusted,), {"path": path})
+        return self.find_plain(module, name) or _untrusted(path)
+
+    def find_plain(self, module: str, name: str) -> Any:
+        """Where tensors are plain: None for names of torch that nobody registered."""
+        path = f"{module}.{name}"
+        if path in self._own:
+            return self._own[path]
+        top = module.partition(".")[0]
+        if top == "numpy" and path in self._numpy:
+            return self._numpy[path]
+        return _registered().get(path) or (None if top == "torch" else _untrusted(path))
+
+
+def _untrusted(path: str) -> type[Untrusted]:
+    return type(path.rpartition(".")[2], (Untrusted,), {"path": path})
 
 
 def _registered() -> dict[str, Any]:
-    """What the user allowed with torch's own function."""
-    found = {}
+    """What the user allowed with torch's own function: nothing, where torch was never imported."""
+    found: dict[str, Any] = {}
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return found
     for entry in torch.serialization.get_safe_globals():
         if isinstance(entry, tuple):
             found[entry[1]] = entry[0]
@@ -221,6 +258,8 @@ def load_file(path: pathlib.Path, map_location: Any = None) -> Any:
     First by ``torch.load(weights_only=True)``; files that ask for more are read with inert stand-ins.
     Raises CheckpointError naming the file when it is missing, torn or no such file at all.
     """
+    import torch
+
     # The context removes at its end what it was given, so what the user registered must not be in it.
     registered = set(torch.serialization.get_safe_globals())
     allowed: list[Any] = [entry for name, value in table().own.items() if (entry := (value, name)) not in registered]
@@ -241,7 +280,32 @@ def _is_old_format(error: Exception) -> bool:
     return "mmap" in str(error)  # torch's wording for files that are not zip archives
 
 
+def old_object(path: str, attributes: dict[str, Any]) -> PlainObject:
+    """An object of the old class at ``path``, to be put in a file."""
+    made: PlainObject = table().find_plain(*path.rsplit(".", 1))()
+    made.__dict__.update(attributes)
+    return made
+
+
+def load_plain(path: pathlib.Path) -> Any:
+    """The object in a ``.pt`` file as :func:`load_file` gives it, tensors mapped and plain, without importing torch.
+
+    Files that hold more of torch than tensors, and those of its old format, are read by torch all the same. Raises
+    CheckpointError as :func:`load_file` does.
+    """
+    try:
+        return archive.load(path, table().find_plain)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except archive.NeedsTorch:
+        return from_torch(load_file(path))
+    except Exception as error:  # as in _load_with_stand_ins
+        raise CheckpointError(f"{path} cannot be read, it is torn or not a checkpoint file: {error}") from error
+
+
 def _load_with_stand_ins(path: pathlib.Path, map_location: Any) -> Any:
+    import torch
+
     module = _PickleModule("pickle")
     try:
         try:
@@ -283,6 +347,8 @@ def _walk(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 def foreign_classes(value: Any, to_file: Callable[[Any], bytes]) -> list[str]:
     """Class paths a load of ``value`` would have to trust. ``to_file`` pickles it without tensor data."""
+
+    import torch
 
     class _Probe(Unpickler):
         def persistent_load(self, pid: Any) -> Any:

@@ -1,7 +1,6 @@
-"""Saved weights that lie in shards (a tag of stage 3), and their way into a live module.
+"""The way of saved weights that lie in shards (``sharded_weight.py``) into a live module.
 
-``ShardedWeight`` stands in a saved module state where a tensor would: it has shape and dtype, and knows the extents of
-its elements. A live parameter that is sharded itself takes only this rank's elements from them; a whole one takes all,
+A live parameter that is sharded itself takes only this rank's elements from them; a whole one takes all,
 one parameter at a time. So nobody needs memory for a second copy of the model.
 
 Owns: copying such weights. Does not own: which weight goes where (``restore.py``), files (``reader.py``).
@@ -17,29 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.index import Extent, FragmentIndex, copy_into
+from deepspeed.checkpoint.index import Extent, copy_into
+from deepspeed.checkpoint.sharded_weight import ShardedWeight
 from deepspeed.runtime.zero.sharded_parameter import block_of
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedWeight:
-    """Parameter ``name`` of a saved module; ``what`` its elements are called in ``index``."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    index: FragmentIndex
-    what: str
-
-    def cover(self, start: int, numel: int) -> list[Extent]:
-        """The extents of these elements. Raises CheckpointError for elements that are nowhere."""
-        return self.index.cover(self.name, self.what, start, numel)
-
-    def whole(self) -> torch.Tensor:
-        """All of it, in host memory of its own."""
-        made = torch.empty(self.shape, dtype=self.dtype)
-        copy_into(made, self.cover(0, made.numel()), 0)
-        return made
 
 
 @dataclass

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,10 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-import numpy
-
-from deepspeed.utils.host_buffer import PAGE, HostBuffer
-
+PAGE = mmap.PAGESIZE
 # Smaller files are written through the cache: what fsync waits for there is not their bytes.
 _DIRECT_FROM_NBYTES = 4 << 20
 
@@ -55,6 +53,8 @@ def writer(file: BinaryIO, expected_nbytes: int, how: Writing) -> Iterator[Any]:
     if not (how.direct and flag and expected_nbytes >= _DIRECT_FROM_NBYTES and _set_flag(file.fileno(), flag, True)):
         yield file
         return
+    from deepspeed.utils.host_buffer import HostBuffer  # files of tools need neither it nor torch
+
     part = max(PAGE, min(how.nbytes, expected_nbytes) // how.buffers // PAGE * PAGE)
     room = HostBuffer(private=True).room(part * how.buffers).numpy()
     parts = [room[start : start + part] for start in range(0, part * how.buffers, part)]
@@ -118,6 +118,8 @@ class DirectFile:
 
     def write(self, data: bytes | memoryview) -> int:
         """Append, or overwrite after :meth:`seek`. Raises OSError when an earlier part could not be written."""
+        import numpy
+
         source = numpy.frombuffer(data, dtype=numpy.uint8)
         done = 0
         if self._position < self._start:

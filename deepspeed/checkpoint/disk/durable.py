@@ -22,7 +22,8 @@ from typing import BinaryIO
 
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.disk import direct
-from deepspeed.utils.torch_file import TorchFile, Written
+from deepspeed.utils.torch_archive.archive import Written
+from deepspeed.utils.torch_archive.packs import ArchiveFile
 
 # A folder in transit whose owner cannot be asked is dead when nothing in it has changed for this long.
 _STALE_AFTER_S = 6 * 3600
@@ -58,7 +59,7 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_torch(path: Path, content: TorchFile, how: direct.Writing = direct.PLAIN) -> Written:
+def write_torch(path: Path, content: ArchiveFile, how: direct.Writing = direct.PLAIN) -> Written:
     """Write ``content`` to ``path`` atomically; returns size and checksum, and checks the size on disk.
 
     Raises OSError.

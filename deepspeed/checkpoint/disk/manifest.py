@@ -16,7 +16,7 @@ from pathlib import Path
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.disk import durable
 from deepspeed.utils.crc32 import crc32
-from deepspeed.utils.torch_file import Written
+from deepspeed.utils.torch_archive.archive import Written
 
 _VERSION = 1
 _CHUNK_NBYTES = 2 << 20  # stays in the cache between reading and summing

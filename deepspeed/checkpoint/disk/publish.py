@@ -19,13 +19,13 @@ from typing import Any
 from deepspeed.checkpoint import agree, names, reader
 from deepspeed.checkpoint.disk import direct, durable
 from deepspeed.checkpoint.disk.manifest import Manifest, complete_tags, is_complete
+from deepspeed.checkpoint.disk.scripts import copy_scripts
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.git_version_info import version
 from deepspeed.utils.logging import logger
 from deepspeed.utils.torch_file import TorchFile, Written
 
 _SPARE_NBYTES = 1 << 20  # archive overhead, manifest and scripts beside the data
-SCRIPTS_FOLDER = Path(__file__).resolve().parents[2] / "utils"  # of what is copied beside checkpoints
 Gather = Callable[[Any, str], list[Any]]
 
 
@@ -122,20 +122,11 @@ class Publication:
         if not is_complete(final):
             raise CheckpointError(f"{final} is not complete right after it was written: is another job saving there?")
         if any(names.parse_optim_file(name) for name in files):
-            self._copy_scripts(folder)
+            copy_scripts(folder)
         if job.save_latest:
             durable.write_text(folder / names.LATEST, job.tag)
         self._retain(folder, final, token)
         durable.clear_leftovers(final.parent, is_complete)
-
-    @staticmethod
-    def _copy_scripts(folder: Path) -> None:
-        for name in names.RECOVERY_SCRIPTS:
-            text = (SCRIPTS_FOLDER / name).read_text()
-            target = folder / name
-            if not target.exists() or target.read_text(errors="replace") != text:
-                durable.write_text(target, text)
-                target.chmod(target.stat().st_mode | 0o100)
 
     def _retain(self, folder: Path, final: Path, token: str) -> None:
         """Delete the oldest complete tags beyond ``checkpoint.keep_last``, never the one ``latest`` names.

@@ -15,15 +15,17 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
+from deepspeed.checkpoint.constants import FLAT, PLAIN, SCALAR, base_state_key, dtype_name, masters_key
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.runtime.zero.layout import ShardLayout
-from deepspeed.runtime.zero.state_dict import FLAT, PLAIN, SCALAR, base_state_key, dtype_name, masters_key
+from deepspeed.utils.torch_archive.tensors import is_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 Shapes = Sequence["OrderedDict[str, torch.Size]"]
 
@@ -68,10 +70,7 @@ def families_of(config: Any, states: Iterable[dict[str, Any]]) -> list[str]:
     config. Raises nothing; an unknown one is named by its state keys.
     """
     held = frozenset(
-        key
-        for state in states
-        for key, value in state.items()
-        if key != "step" and isinstance(value, torch.Tensor) and value.dim()
+        key for state in states for key, value in state.items() if key != "step" and is_tensor(value) and value.dim()
     )
     section = config.get("optimizer") if isinstance(config, dict) else None
     named = str(section.get("type", "")).lower() if isinstance(section, dict) else ""
@@ -277,11 +276,11 @@ def add_shard(
 def _kind(value: Any, needed: int, piece: int, where: str, *, may_count: bool) -> str:
     """``may_count``: the state may be one number for all elements. Moments of a wrong length would not be noticed by
     fused updates, which would write past their end."""
-    if may_count and not isinstance(value, torch.Tensor):
+    if may_count and not is_tensor(value):
         return PLAIN
     if may_count and value.dim() == 0:
         return SCALAR
-    if isinstance(value, torch.Tensor) and value.dim() == 1 and needed <= value.numel() <= max(piece, needed):
+    if is_tensor(value) and value.dim() == 1 and needed <= value.numel() <= max(piece, needed):
         return FLAT
     raise CheckpointError(
         f"{where} {_form(value)}; expected one dimension of {needed} elements, or of {piece} with "
@@ -290,7 +289,7 @@ def _kind(value: Any, needed: int, piece: int, where: str, *, may_count: bool) -
 
 
 def _form(value: Any) -> str:
-    return f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
+    return f"has shape {tuple(value.shape)}" if is_tensor(value) else f"is a {type(value).__name__}"
 
 
 def _check_mapping(shard: dict[str, Any], number: int, parts: list[tuple[str, int, int, int]], where: str) -> None:

@@ -17,16 +17,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint import trusted
+from deepspeed.checkpoint.constants import base_state_key, dtype_name, masters_key
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reader import SavedTag
 from deepspeed.checkpoint.reference import layout as layouts
 from deepspeed.checkpoint.reference.stage0 import Stage0Optimizer, parameters_in
-from deepspeed.runtime.zero.state_dict import base_state_key, dtype_name, masters_key
+from deepspeed.utils.torch_archive.tensors import is_tensor
 
 _EXPECTED = (keys.MODULE, keys.DP_WORLD_SIZE, keys.PARAM_SHAPES, keys.GLOBAL_STEPS)
 _UNREAD = {
@@ -38,10 +37,17 @@ _UNREAD = {
 
 
 def open_saved(
-    load_dir: Path, tag: str, mp_rank: int = 0, shard_rank: int = 0, world: int = 1, *, node_local: bool = False
+    load_dir: Path,
+    tag: str,
+    mp_rank: int = 0,
+    shard_rank: int = 0,
+    world: int = 1,
+    *,
+    node_local: bool = False,
+    plain: bool = False,
 ) -> SavedTag:
     """The tag, whoever wrote it. Raises CheckpointError for one that is absent, damaged or refused."""
-    opened = SavedTag(load_dir, tag, mp_rank, shard_rank, world, node_local=node_local)
+    opened = SavedTag(load_dir, tag, mp_rank, shard_rank, world, node_local=node_local, plain=plain)
     written_here = opened.ours or keys.LAYOUT_RECORD in opened.model
     return opened if written_here or keys.DS_VERSION not in opened.model else ReferenceTag(opened, shard_rank)
 
@@ -144,7 +150,7 @@ class ReferenceTag(SavedTag):
     def _dtypes(self) -> dict[str, str]:
         """Of every tensor of the module, in the file and therefore in the saved run."""
         module = self.check_trust(keys.MODULE, self.model[keys.MODULE])
-        return {name: dtype_name(value.dtype) for name, value in module.items() if isinstance(value, torch.Tensor)}
+        return {name: dtype_name(value.dtype) for name, value in module.items() if is_tensor(value)}
 
     @cached_property
     def _stage_0(self) -> Stage0Optimizer:
@@ -163,7 +169,7 @@ class ReferenceTag(SavedTag):
         buffers = set(self.model.get(keys.BUFFER_NAMES) or ())
         for name in [name for name in state if name not in buffers] if self.stage == 3 else ():
             value = state[name]
-            if isinstance(value, torch.Tensor) and value.shape == (0,):
+            if is_tensor(value) and value.shape == (0,):
                 del state[name]
         return state
 
@@ -194,7 +200,7 @@ class ReferenceTag(SavedTag):
         if rank not in self._shards:
             path = self.folder / self.optim_file(rank)
             self._require([path.name])
-            data = trusted.load_file(path)
+            data = self._load_file(path)
             asked = trusted.untrusted_paths(data)
             if asked:
                 raise CheckpointError(f"{path} asks for {', '.join(asked)}, which is refused")

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
+from deepspeed.checkpoint.constants import FLAT, dtype_name
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reference.layout import own_settings
 from deepspeed.runtime.zero.layout import ShardLayout
-from deepspeed.runtime.zero.state_dict import FLAT, dtype_name
+from deepspeed.utils.torch_archive.tensors import is_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 _FLAT_MASTERS = "fp32_groups_flat"
 
@@ -160,9 +162,9 @@ def parameters_in(module: dict[str, Any], buffers: Sequence[str]) -> dict[str, t
     found: dict[str, torch.Tensor] = {}
     seen: set[Any] = set()
     for name, value in module.items():
-        if name in buffers or not isinstance(value, torch.Tensor):
+        if name in buffers or not is_tensor(value):
             continue
-        where = (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.dtype)
+        where = (value.data_ptr(), tuple(value.shape), value.dtype)
         if math.prod(value.shape) and where in seen:
             continue
         seen.add(where)

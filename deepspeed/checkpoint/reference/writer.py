@@ -24,7 +24,7 @@ from deepspeed.checkpoint import names, trusted
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.index import MASTER, WEIGHT
 from deepspeed.checkpoint.reader import SavedTag
-from deepspeed.checkpoint.weights import ShardedWeight
+from deepspeed.checkpoint.sharded_weight import ShardedWeight
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.layout import round_up

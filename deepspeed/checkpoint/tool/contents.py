@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint import names, reader
+from deepspeed.checkpoint.constants import FLAT, SCALAR
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reference.reader import open_saved
-from deepspeed.checkpoint.weights import ShardedWeight
-from deepspeed.runtime.zero.state_dict import FLAT, SCALAR
+from deepspeed.checkpoint.sharded_weight import ShardedWeight
+from deepspeed.utils.torch_archive import bridge
+from deepspeed.utils.torch_archive.tensors import DType, PlainTensor
 
 PARAMETER, FROZEN, BUFFER, TIED = "parameter", "frozen", "buffer", "tied"
 
@@ -45,20 +45,27 @@ class Item:
     what: str
     role: str
     shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
+    dtype: DType | None
     extents: tuple[indexing.Extent, ...]
 
-    def value(self) -> Any:
-        """The value itself, put together in host memory where it lies in several pieces."""
+    def stored(self) -> Any:
+        """The value in the dtype it was saved in, put together in host memory where it lies in several pieces."""
         first = self.extents[0]
         if first.kind != FLAT:
             return first.whole()
         assert self.shape is not None
-        if len(self.extents) == 1 and first.value.dtype == self.dtype:
+        if len(self.extents) == 1:
             return first.elements().reshape(self.shape)
-        made = torch.empty(self.shape, dtype=self.dtype)
-        indexing.copy_into(made, self.extents, 0)
-        return made
+        parts = [extent.elements().bytes() for extent in self.extents]
+        return PlainTensor(memoryview(b"".join(parts)), first.value.dtype, self.shape)
+
+    def value(self) -> Any:
+        """The value itself, a tensor as one of torch: a weight may have been saved as the master it is cast from."""
+        found = self.stored()
+        if not isinstance(found, PlainTensor):
+            return found
+        made = bridge.tensor_to_torch(found)
+        return made if self.dtype is None else made.to(bridge.dtype_to_torch(self.dtype))
 
 
 def tag_folder(path: Path, tag: str | None = None) -> Path:
@@ -77,10 +84,13 @@ def tag_folder(path: Path, tag: str | None = None) -> Path:
     return path / tag
 
 
-def open_tag(path: Path, tag: str | None = None) -> reader.SavedTag:
-    """The tag ``path`` means, see :func:`tag_folder`. Raises CheckpointError when it cannot be opened."""
+def open_tag(path: Path, tag: str | None = None, *, plain: bool = True) -> reader.SavedTag:
+    """The tag ``path`` means, see :func:`tag_folder`; ``plain``: without torch, and its tensors are plain ones.
+
+    Raises CheckpointError when it cannot be opened.
+    """
     folder = tag_folder(path, tag)
-    return open_saved(folder.parent, folder.name)
+    return open_saved(folder.parent, folder.name, plain=plain)
 
 
 def _is_tag_folder(path: Path) -> bool:
@@ -97,7 +107,7 @@ def items(saved: reader.SavedTag) -> Iterator[Item]:
     buffers = set(saved.model.get(keys.BUFFER_NAMES) or ())
     for name, value in saved.module_state().items():
         held = name in saved.parameters
-        if isinstance(value, (torch.Tensor, ShardedWeight)):
+        if isinstance(value, (PlainTensor, ShardedWeight)):
             tied = first.setdefault(_identity(value), name) != name
             role = TIED if tied and not held else BUFFER if name in buffers else PARAMETER if held else FROZEN
             yield weight_item(saved, name, value, role)
@@ -109,14 +119,14 @@ def items(saved: reader.SavedTag) -> Iterator[Item]:
             yield from optimizer_items(saved, name)
 
 
-def _identity(value: torch.Tensor | ShardedWeight) -> Any:
+def _identity(value: PlainTensor | ShardedWeight) -> Any:
     """Equal for tied names alone: they are one tensor in the file."""
     if isinstance(value, ShardedWeight) or not value.numel():
         return id(value)
     return value.data_ptr(), tuple(value.shape), value.dtype
 
 
-def weight_item(saved: reader.SavedTag, name: str, value: torch.Tensor | ShardedWeight, role: str) -> Item:
+def weight_item(saved: reader.SavedTag, name: str, value: PlainTensor | ShardedWeight, role: str) -> Item:
     """The weight or buffer ``name`` of the module's state."""
     shape = tuple(value.shape)
     if isinstance(value, ShardedWeight):
@@ -136,7 +146,7 @@ def optimizer_items(saved: reader.SavedTag, name: str) -> Iterator[Item]:
         if not extents:
             continue
         first = extents[0]
-        tensor = isinstance(first.value, torch.Tensor)
+        tensor = isinstance(first.value, PlainTensor)
         shape = held.shape if first.kind == FLAT else () if first.kind == SCALAR else None
         if shape is None and tensor:
             shape = tuple(first.value.shape)

@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed.checkpoint import names, reader
 from deepspeed.checkpoint.disk import durable
 from deepspeed.checkpoint.disk.manifest import is_complete
-from deepspeed.checkpoint.disk.publish import SCRIPTS_FOLDER
+from deepspeed.checkpoint.disk.scripts import copy_scripts
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reference.writer import ReferenceWriter
 from deepspeed.checkpoint.tool import contents
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    saved = contents.open_tag(options.dir, options.tag)
+    saved = contents.open_tag(options.dir, options.tag, plain=False)
     facts = convert(saved, options.out)
     if options.json:
         print(json.dumps(facts, indent=1))
@@ -68,8 +68,8 @@ def convert(saved: reader.SavedTag, out: Path) -> dict[str, Any]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    for script in names.RECOVERY_SCRIPTS if saved.shards else ():
-        durable.write_text(out / script, (SCRIPTS_FOLDER / script).read_text())
+    if saved.shards:
+        copy_scripts(out)
     durable.write_text(out / names.LATEST, tag)
     durable.clear_leftovers(final.parent, is_complete)
     notes = ["random states and the data position have no place in DeepSpeed's files and are left out", *writer.notes]

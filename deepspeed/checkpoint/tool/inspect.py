@@ -9,8 +9,8 @@ from typing import Any
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import names, reader
+from deepspeed.checkpoint.constants import dtype_name
 from deepspeed.checkpoint.tool import contents
-from deepspeed.runtime.zero.state_dict import dtype_name
 
 _COUNTERS = (keys.GLOBAL_STEPS, keys.GLOBAL_SAMPLES, keys.SKIPPED_STEPS)
 

@@ -20,10 +20,9 @@ from typing import Any
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.disk import durable
 from deepspeed.checkpoint.disk.manifest import Manifest, is_complete, read_manifest, wrong_checksums, wrong_sizes
-from deepspeed.checkpoint.disk.publish import SCRIPTS_FOLDER
+from deepspeed.checkpoint.disk.scripts import copy_scripts
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.tool import contents
-from deepspeed.comm.activity import format_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +77,7 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 out.rmdir()
         raise
-    for script in names.RECOVERY_SCRIPTS:
-        durable.write_text(out / script, (SCRIPTS_FOLDER / script).read_text())
+    copy_scripts(out)
     durable.write_text(out / names.LATEST, tag)
     durable.clear_leftovers(final.parent, is_complete)
     return {"folder": str(final), "files": len(sources), "nodes": len(folders), "nbytes": whole.nbytes}
@@ -123,6 +121,8 @@ def _check(folder: Path, whole: Manifest, folders: Sequence[Path]) -> None:
     held = {parts.dp_rank for parts in parsed if parts is not None}
     missing = sorted(set(range(saved.shards)) - held)
     if missing:
+        from deepspeed.comm.activity import format_ranks
+
         raise CheckpointError(
             f"{', '.join(str(path) for path in folders)} hold the optimizer states of {format_ranks(sorted(held))} of "
             f"{saved.shards}; those of {format_ranks(missing)} are on disks of other nodes: give their folders too"

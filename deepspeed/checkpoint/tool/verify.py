@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +110,8 @@ def torn_records(path: Path) -> Iterator[str]:
     """One line when ``path`` is an archive with damaged records, or none at all."""
     if path.suffix != ".pt":
         return
+    import zipfile
+
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-import torch
-
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import names
+from deepspeed.checkpoint import names, trusted
 from deepspeed.checkpoint.reader import SavedTag
 from deepspeed.checkpoint.universal.record import FLAT, UniversalRecord
 from deepspeed.git_version_info import version
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.utils.torch_archive.tensors import DTYPES, PlainTensor, Size, scalar, zeros
 
 _MEMBERS = ("param_names",)
 
@@ -29,14 +27,14 @@ def common_state(saved: SavedTag, record: UniversalRecord, steps: float | None) 
     held = [0 for entry in record.parameters.values() if entry.group is not None]
     state: dict[str, Any] = {
         keys.LOSS_SCALER: scaler,
-        keys.DYNAMIC_LOSS_SCALE: bool(scaler.dynamic),
+        keys.DYNAMIC_LOSS_SCALE: bool(vars(scaler)["dynamic"]),
         keys.OVERFLOW: False,
         keys.DS_VERSION: version,
         keys.PARAM_GROUPS: groups,
         keys.UNIVERSAL_RECORD: record.as_data(),
     }
     if record.form == FLAT:
-        first = {} if steps is None else {0: {"step": torch.tensor(steps)}}
+        first = {} if steps is None else {0: {"step": scalar(steps)}}
         state[keys.ZERO_STAGE] = 3
         state[keys.PARTITION_COUNT] = world
         state[keys.OPTIMIZER_STATE_DICT] = {"state": first, keys.PARAM_GROUPS: groups}
@@ -64,12 +62,15 @@ def scaler_attributes(found: Any) -> dict[str, Any]:
     return {"cur_scale": 1.0, "dynamic": False, **attributes}
 
 
-def scaler_object(state: dict[str, Any]) -> LossScaler | DynamicLossScaler:
-    """The object other releases expect in the file, with these attributes."""
-    kind: Any = DynamicLossScaler if state.get("dynamic") else LossScaler
-    made = kind.__new__(kind)
-    made.__dict__.update({key: value for key, value in state.items() if key != "class"})
-    return made
+def scaler_object(state: dict[str, Any]) -> trusted.PlainObject:
+    """What other releases expect in the file: an object of their class with these attributes."""
+    kind = "DynamicLossScaler" if state.get("dynamic") else "LossScaler"
+    attributes = {key: value for key, value in state.items() if key != "class"}
+    return trusted.old_object(f"deepspeed.runtime.fp16.loss_scaler.{kind}", attributes)
+
+
+def _empty(dtype: str) -> PlainTensor:
+    return zeros((0,), DTYPES[dtype])
 
 
 def model_states(saved: SavedTag, record: UniversalRecord, source_files: list[SavedTag]) -> tuple[str, dict[str, Any]]:
@@ -79,7 +80,7 @@ def model_states(saved: SavedTag, record: UniversalRecord, source_files: list[Sa
     for part in source_files:
         for name, value in part.model[keys.MODULE].items():
             kept = record.parameters.get(record.shared.get(name, name))
-            module[name] = torch.empty(0, dtype=getattr(torch, kept.dtype)) if kept is not None else value
+            module[name] = _empty(kept.dtype) if kept is not None else value
     metadata = getattr(saved.model[keys.MODULE], "_metadata", None)
     if metadata is not None:
         module._metadata = metadata  # type: ignore[attr-defined]
@@ -88,10 +89,10 @@ def model_states(saved: SavedTag, record: UniversalRecord, source_files: list[Sa
     content[keys.MODULE] = module
     content[keys.OPTIMIZER] = None
     content[keys.PARAM_SHAPES] = [
-        OrderedDict((name, torch.Size(entry.shape)) for name, entry in held if entry.group == group)
+        OrderedDict((name, Size(entry.shape)) for name, entry in held if entry.group == group)
         for group in sorted({entry.group for _, entry in held if entry.group is not None})
     ]
-    content[keys.FROZEN_PARAM_SHAPES] = OrderedDict((name, torch.Size(entry.shape)) for name, entry in rest)
+    content[keys.FROZEN_PARAM_SHAPES] = OrderedDict((name, Size(entry.shape)) for name, entry in rest)
     content[keys.FROZEN_PARAM_FRAGMENTS] = None
     content[keys.SHARED_PARAMS] = dict(record.shared)
     content[keys.LAYOUT_RECORD] = None

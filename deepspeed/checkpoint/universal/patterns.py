@@ -11,7 +11,7 @@
 
 The whole tensor is stored in an *entry*, a dict with the tensor and what is needed to cut it: see :func:`join`.
 
-Owns: the categories and the arithmetic of joining and cutting. Does not own: files.
+Owns: the categories and the arithmetic of joining and cutting, which needs torch. Does not own: files.
 Invariant: ``cut(join(slices))`` gives the slices back.
 """
 
@@ -21,12 +21,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 _SHARD_WIDTHS_SINCE = 0.4
 
@@ -38,6 +39,8 @@ class SubparamShape:
     ``shape`` is that of the whole, seen so that the fused tensors follow each other along ``partition_dim``, where it
     lists their sizes: ``((8, 2, 2), 16)`` for query, key and value rows. -1 stands for what is left.
     """
+
+    pickled_as: ClassVar[str] = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 
     patterns: list[str]
     shape: tuple[tuple[int, ...] | int, ...]
@@ -201,6 +204,8 @@ def join(name: str, slices: Sequence[torch.Tensor], category: Category) -> torch
 
     Raises CheckpointError for replicated slices that differ and for widths that do not fit the slices.
     """
+    import torch
+
     first = slices[0]
     if category.averaged:
         return torch.stack([part.float() for part in slices]).mean(dim=0).to(first.dtype)
@@ -221,6 +226,8 @@ def join(name: str, slices: Sequence[torch.Tensor], category: Category) -> torch
 
 
 def _join_sub_params(name: str, slices: Sequence[torch.Tensor], category: Category) -> torch.Tensor:
+    import torch
+
     sub = category.sub_params
     assert sub is not None
     widths = shard_widths(name, category, len(slices))
@@ -274,6 +281,8 @@ def cut(
 
     ``widths``: as in :func:`shard_widths`, None for an even cut. Raises CheckpointError for a slice of another size.
     """
+    import torch
+
     whole, shape = entry[keys.PARAM], tuple(shape)
     if tuple(whole.shape) == shape:
         return whole
@@ -313,6 +322,8 @@ def _vocabulary_rows(whole: torch.Tensor, rows: int, rank: int) -> torch.Tensor:
 def _cut_sub_params(
     name: str, whole: torch.Tensor, sub: SubparamShape, rank: int, world: int, widths: list[list[int]] | None
 ) -> torch.Tensor:
+    import torch
+
     table = shard_widths(name, Category(sub.partition_dim, sub_params=sub, widths=widths), world)
     dim, sizes = sub.partition_dim, fused_sizes(sub)
     parts = whole.reshape(fused_view(sub, whole.numel(), sum(sizes))).split(sizes, dim=dim)

@@ -18,32 +18,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import names, trusted
+from deepspeed.checkpoint import names
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.index import MASTER, Extent
 from deepspeed.checkpoint.reader import SavedTag
 from deepspeed.checkpoint.reference.reader import open_saved
+from deepspeed.checkpoint.sharded_weight import ShardedWeight
 from deepspeed.checkpoint.universal.common import common_state, model_states
 from deepspeed.checkpoint.universal.patterns import WHOLE as UNCUT
 from deepspeed.checkpoint.universal.patterns import Category, Patterns, join
 from deepspeed.checkpoint.universal.record import FLAT, WHOLE, UniversalParameter, UniversalRecord, safe_stem
-from deepspeed.checkpoint.weights import ShardedWeight
-from deepspeed.runtime.zero import state_dict as zero_state
-from deepspeed.utils.torch_file import Pack, Slice
+from deepspeed.utils.torch_archive import bridge
+from deepspeed.utils.torch_archive.archive import Written
+from deepspeed.utils.torch_archive.packs import Pack, Slice
+from deepspeed.utils.torch_archive.tensors import DTYPES, PlainTensor, is_tensor, scalar, zeros
 
 _EXTRA_STATE = "_extra_state"  # what a module of torch saves beside parameters and buffers
 
 
 @dataclass(frozen=True)
 class FileJob:
-    """One file of the result: its path in the folder, what to put in (made when it is written), bytes of data."""
+    """One file of the result: its path in the folder, what to put in (made when it is written), bytes of data.
+
+    ``copied``: the file of the tag that it is, byte for byte; ``saved``: what the manifest says of that.
+    """
 
     path: str
     make: Callable[[], Any]
     nbytes: int
+    copied: Path | None = None
+    saved: Written | None = None
 
 
 @dataclass
@@ -60,7 +65,7 @@ class Source:
 
 def open_sources(folder: Path, inject_missing_state: bool = False) -> list[Source]:
     """The tag of every pipeline stage, each with its tensor-parallel slices. Raises CheckpointError."""
-    first = open_saved(folder.parent, folder.name)
+    first = open_saved(folder.parent, folder.name, plain=True)
     if not first.holds_optimizer:
         raise CheckpointError(f"{folder} holds no optimizer state; zero_to_fp32.py exports weights alone")
     degrees = first.model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
@@ -73,7 +78,7 @@ def open_sources(folder: Path, inject_missing_state: bool = False) -> list[Sourc
     sources = []
     for stage in range(pp):
         ranks = range(stage * tp, (stage + 1) * tp)
-        slices = [open_saved(folder.parent, folder.name, rank) if rank else first for rank in ranks]
+        slices = [open_saved(folder.parent, folder.name, rank, plain=True) if rank else first for rank in ranks]
         info = slices[0].model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
         if info is None and tp > 1 and not inject_missing_state:
             raise CheckpointError(
@@ -105,8 +110,10 @@ def plan_conversion(sources: list[Source], stage: int | None = None) -> tuple[Un
     jobs.append(FileJob(names.UNIVERSAL_COMMON, partial(common_state, first, record, steps), 0))
     file, content = model_states(first, record, source_files=[source.first for source in sources])
     jobs.append(FileJob(file, lambda: content, _tensor_nbytes(content[keys.MODULE])))
+    listed = first.manifest.files if first.manifest is not None else {}
     for entry in sorted(first.folder.glob("rng_state_*.pt")):
-        jobs.append(FileJob(entry.name, partial(trusted.load_file, entry), entry.stat().st_size))
+        nbytes = entry.stat().st_size
+        jobs.append(FileJob(entry.name, partial(_itself, None), nbytes, entry, listed.get(entry.name)))
     return record, jobs
 
 
@@ -124,22 +131,22 @@ def _plan_parameter(record: UniversalRecord, source: Source, name: str) -> Itera
     found = first.index.kinds(name, 0, numel)
     for key in [MASTER, *(key for key in found if key != MASTER)]:
         extents = [saved.index.cover(name, key, 0, math.prod(saved.parameters[name].shape)) for saved in source.slices]
-        kind = extents[0][0].kind if extents[0] else zero_state.FLAT
+        kind = extents[0][0].kind if extents[0] else keys.FLAT
         stem = key
         if key != MASTER:
             stem = safe_stem(key, entry.stems())
             entry.states[key] = kind
-        if kind == zero_state.PLAIN:
+        if kind == keys.PLAIN:
             entry.values[key] = extents[0][0].whole()
             if key == "step" and isinstance(entry.values[key], (int, float)):
-                step = torch.tensor(float(entry.values[key]))
+                step = scalar(float(entry.values[key]))
                 yield FileJob(names.universal_file(name, key), partial(_itself, step), 0)
             continue
         if stem != key:
             entry.files[key] = stem
         path = names.universal_file(name, stem)
-        if kind == zero_state.SCALAR and held.shape == () and key != "step":
-            kind = zero_state.FLAT  # a moment of a 0-dim parameter looks like a number per parameter
+        if kind == keys.SCALAR and held.shape == () and key != "step":
+            kind = keys.FLAT  # a moment of a 0-dim parameter looks like a number per parameter
         make = partial(_content, record.form, name, extents, entry.shape, kind, category, held.shape)
         yield FileJob(path, make, _elements_nbytes(extents, math.prod(entry.shape)))
 
@@ -153,12 +160,14 @@ def _whole_shape(name: str, shapes: list[tuple[int, ...]], category: Category) -
         return category.rows(shapes[0])
     if category.cat_dim is None:
         return shapes[0]
+    import torch
+
     return tuple(join(name, [torch.empty(shape, device="meta") for shape in shapes], category).shape)
 
 
 def _elements_nbytes(extents: list[list[Extent]], numel: int) -> int:
     first = extents[0][0].value if extents[0] else None
-    return numel * first.dtype.itemsize if isinstance(first, torch.Tensor) else 0
+    return numel * int(first.dtype.itemsize) if isinstance(first, PlainTensor) else 0
 
 
 def _content(
@@ -171,23 +180,24 @@ def _content(
     slice_shape: tuple[int, ...],
 ) -> Any:
     """What one file holds. ``extents``: per slice, those of all elements of it."""
-    if kind == zero_state.SCALAR:
-        return extents[0][0].whole().detach().clone()
-    if kind == zero_state.TENSOR:
+    if kind == keys.SCALAR:
+        return extents[0][0].whole()
+    if kind == keys.TENSOR:
         value: Any = extents[0][0].value
         return {keys.PARAM: value} if form == WHOLE else value
     stored = shape if form == WHOLE else (math.prod(shape),)
     if len(extents) == 1:
         value = _packed(extents[0], stored)
     else:
-        value = join(name, [_gathered(part, slice_shape) for part in extents], category)
+        joined = join(name, [_gathered(part, slice_shape) for part in extents], category)
+        value = bridge.tensor_from_torch(joined)
     return category.entry(value) if form == WHOLE else value
 
 
 def _packed(extents: list[Extent], shape: tuple[int, ...]) -> Slice:
     """The first elements of a parameter, as many as ``shape`` has, read when the file is written."""
     left = math.prod(shape)
-    pack = Pack(extents[0].value.dtype if extents else torch.float32)
+    pack = Pack(extents[0].value.dtype if extents else DTYPES["float32"])
     for extent in extents:
         part = extent.elements()[:left]
         if part.numel():
@@ -196,8 +206,11 @@ def _packed(extents: list[Extent], shape: tuple[int, ...]) -> Slice:
     return Slice(pack, 0, shape)
 
 
-def _gathered(extents: list[Extent], shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.cat([extent.elements() for extent in extents]).reshape(shape)
+def _gathered(extents: list[Extent], shape: tuple[int, ...]) -> Any:
+    """A slice, as a tensor of torch: how it is joined is arithmetic."""
+    import torch
+
+    return torch.cat([bridge.tensor_to_torch(extent.elements()) for extent in extents]).reshape(shape)
 
 
 def _plan_empty_states(record: UniversalRecord, steps: float | None) -> Iterator[FileJob]:
@@ -211,14 +224,14 @@ def _plan_empty_states(record: UniversalRecord, steps: float | None) -> Iterator
     for name, entry in held:
         for key, kind in kinds.items() if not entry.states else ():
             path = names.universal_file(name, key)
-            if kind == zero_state.FLAT:
+            if kind == keys.FLAT:
                 yield FileJob(path, partial(_zeros, record.form, entry.shape), 4 * math.prod(entry.shape))
             elif key == "step" and steps is not None:
-                yield FileJob(path, partial(torch.tensor, steps), 0)
+                yield FileJob(path, partial(scalar, steps), 0)
 
 
 def _zeros(form: str, shape: tuple[int, ...]) -> Any:
-    value = torch.zeros(shape if form == WHOLE else math.prod(shape))
+    value = zeros(shape if form == WHOLE else (math.prod(shape),))
     return Category().entry(value) if form == WHOLE else value
 
 
@@ -229,10 +242,10 @@ def _plan_rest(record: UniversalRecord, source: Source) -> Iterator[FileJob]:
     record.shared.update(shared_names(saved, state))
     buffers = set(saved.model.get(keys.BUFFER_NAMES) or ())
     for name, value in state.items():
-        is_weight = isinstance(value, (torch.Tensor, ShardedWeight)) and not name.endswith(_EXTRA_STATE)
+        is_weight = (is_tensor(value) or isinstance(value, ShardedWeight)) and not name.endswith(_EXTRA_STATE)
         if not is_weight or name in buffers or name in record.parameters or name in record.shared:
             continue
-        dtype = zero_state.dtype_name(value.dtype)
+        dtype = keys.dtype_name(value.dtype)
         record.parameters[name] = UniversalParameter(tuple(value.shape), dtype, dtype)
         # Found here, not by the workers: an index is filled by one thread.
         held = value.cover(0, math.prod(value.shape)) if isinstance(value, ShardedWeight) else value.detach()
@@ -241,9 +254,9 @@ def _plan_rest(record: UniversalRecord, source: Source) -> Iterator[FileJob]:
         yield FileJob(names.universal_file(name, keys.FP32_WEIGHT_KEY), make, nbytes)
 
 
-def _rest_content(form: str, held: torch.Tensor | list[Extent], shape: tuple[int, ...]) -> Any:
+def _rest_content(form: str, held: PlainTensor | list[Extent], shape: tuple[int, ...]) -> Any:
     stored_shape = shape if form == WHOLE else (math.prod(shape),)
-    stored = held.reshape(stored_shape) if isinstance(held, torch.Tensor) else _packed(held, stored_shape)
+    stored = held.reshape(stored_shape) if isinstance(held, PlainTensor) else _packed(held, stored_shape)
     return UNCUT.entry(stored) if form == WHOLE else stored
 
 
@@ -255,7 +268,7 @@ def shared_names(saved: SavedTag, state: dict[str, Any]) -> dict[str, str]:
     first: dict[Any, str] = {}
     made = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.numel():
+        if is_tensor(value) and value.numel():
             kept = first.setdefault((value.data_ptr(), tuple(value.shape), value.dtype), name)
             if kept != name:
                 made[name] = kept
@@ -266,11 +279,11 @@ def _steps(saved: SavedTag, record: UniversalRecord) -> float | None:
     """The step count of the optimizer, for readers that want one number: that of the parameter that has most."""
     counts = [float(entry.values["step"]) for entry in record.parameters.values() if "step" in entry.values]
     for name, entry in record.parameters.items():
-        if entry.states.get("step") == zero_state.SCALAR:
+        if entry.states.get("step") == keys.SCALAR:
             extent = saved.index.cover(name, "step", 0, math.prod(entry.shape)) if name in saved.parameters else []
             counts += [float(extent[0].whole())] if extent else []
     return max(counts, default=None)
 
 
 def _tensor_nbytes(state: dict[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return sum(value.nbytes for value in state.values() if is_tensor(value))

@@ -23,10 +23,10 @@ from deepspeed.checkpoint.disk.manifest import is_complete, read_manifest
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reader import SavedParameter, SavedTag
 from deepspeed.checkpoint.reference.reader import open_saved
+from deepspeed.checkpoint.sharded_weight import ShardedWeight
 from deepspeed.checkpoint.universal.common import scaler_attributes
 from deepspeed.checkpoint.universal.foreign import ForeignFrozen, foreign_record
 from deepspeed.checkpoint.universal.record import UniversalParameter, UniversalRecord
-from deepspeed.checkpoint.weights import ShardedWeight
 from deepspeed.runtime.zero.state_dict import FLAT, SCALAR, TENSOR
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import names
@@ -31,9 +31,15 @@ from deepspeed.checkpoint.reader import SavedTag
 from deepspeed.checkpoint.universal.plan import FileJob, open_sources, plan_conversion
 from deepspeed.checkpoint.universal.record import UniversalRecord
 from deepspeed.git_version_info import version
-from deepspeed.utils.torch_file import TorchFile, Written
+from deepspeed.utils.crc32 import crc32
+from deepspeed.utils.torch_archive import bridge
+from deepspeed.utils.torch_archive.archive import Written
+from deepspeed.utils.torch_archive.packs import ArchiveFile
+from deepspeed.utils.torch_archive.save import PlainFile
+from deepspeed.utils.torch_archive.symbols import NeedsTorch
 
 _SPARE_NBYTES = 1 << 20  # model states, manifest
+_COPY_NBYTES = 4 << 20
 _FILE_NBYTES = 2048  # of each file beside its data
 
 
@@ -119,15 +125,35 @@ def _write(jobs: Sequence[FileJob], saved: SavedTag, output: Path, workers: int)
 
 
 def _write_file(path: Path, job: FileJob) -> Written:
-    content = TorchFile(job.make())
     with durable.open_for_writing(path) as file:
-        written = content.write(file)
+        written = _pickled(job.make()).write(file) if job.copied is None else _copy(job.copied, file)
         file.flush()
         os.fsync(file.fileno())
     found = path.stat().st_size
     if found != written.nbytes:
         raise OSError(errno.EIO, f"{written.nbytes} bytes were written, the file has {found}", str(path))
+    if job.saved is not None and written != job.saved:
+        raise CheckpointError(f"{job.copied} is damaged: its bytes are not those that were saved")
     return written
+
+
+def _copy(source: Path, target: BinaryIO) -> Written:
+    nbytes = crc = 0
+    with open(source, "rb") as file:
+        while piece := file.read(_COPY_NBYTES):
+            target.write(piece)
+            nbytes, crc = nbytes + len(piece), crc32(piece, crc)
+    return Written(nbytes, crc)
+
+
+def _pickled(content: Any) -> ArchiveFile:
+    """``content`` as a file; by torch where it holds more of torch than tensors."""
+    try:
+        return PlainFile(content)
+    except NeedsTorch:
+        from deepspeed.utils.torch_file import TorchFile
+
+        return TorchFile(bridge.to_torch(content))
 
 
 def run_together(works: Sequence[Callable[[], Any]], workers: int) -> list[Any]:

@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.constants import FLAT, PLAIN, SCALAR, TENSOR, base_state_key, dtype_name, masters_key
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.optimizer import ZeroOptimizer
     from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
-
-FLAT, SCALAR, TENSOR, PLAIN = "flat", "scalar", "tensor", "plain"
 
 # How a list of tensors of one dtype becomes one 1D value: ``torch.cat`` in memory, a pack in a file.
 Join = Callable[[Sequence[torch.Tensor]], Any]
@@ -82,16 +81,6 @@ def layout_record(
     return record
 
 
-def masters_key(stage: int) -> str:
-    """Where the flat masters of a shard are."""
-    return keys.FP32_FLAT_GROUPS if stage >= 3 else keys.SINGLE_PARTITION_OF_FP32_GROUPS
-
-
-def base_state_key(stage: int) -> str:
-    """Where the base optimizer's state of a shard is."""
-    return keys.OPTIMIZER_STATE_DICT if stage >= 3 else keys.BASE_OPTIMIZER_STATE
-
-
 def _group_record(group: ShardGroup) -> dict[str, Any]:
     return {
         "group_index": group.group_index,
@@ -101,11 +90,6 @@ def _group_record(group: ShardGroup) -> dict[str, Any]:
         "master_dtype": dtype_name(group.master_dtype),
         "aliased": group.aliased,
     }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def optimizer_families(base: torch.optim.Optimizer) -> list[str]:

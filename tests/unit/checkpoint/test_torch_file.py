@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.utils import torch_file
+from deepspeed.utils.crc32 import join_crc32
+from deepspeed.utils.torch_archive import archive, packs
 
 
 def written(obj: Any, path: pathlib.Path) -> torch_file.Written:
@@ -72,7 +74,9 @@ def check_equal(found: Any, right: Any) -> None:
 def test_every_kind_of_tensor_comes_back(
     tmp_path: pathlib.Path, mmap: bool, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_file, "_ZIP64_LIMIT", limit)
+    monkeypatch.setattr(archive, "_ZIP64_LIMIT", limit)
+    if limit == 30:
+        monkeypatch.setattr(archive, "_SMALL_NBYTES", 8)
     path = tmp_path / "file.pt"
     content = many_kinds()
     written(content, path)
@@ -127,14 +131,15 @@ def test_an_empty_pack(tmp_path: pathlib.Path) -> None:
 
 
 def test_parts_longer_than_a_piece(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_file, "_PIECE_NBYTES", 64)
+    monkeypatch.setattr(packs, "_PIECE_NBYTES", 64)
+    monkeypatch.setattr(archive, "_SMALL_NBYTES", 8)
     source = torch.randn(1001)
     written(source, tmp_path / "file.pt")
     assert torch.equal(torch.load(tmp_path / "file.pt", weights_only=True), source)
 
 
 def test_more_records_than_a_plain_archive_can_count(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_file, "_ZIP64_COUNT", 3)
+    monkeypatch.setattr(archive, "_ZIP64_COUNT", 3)
     content = [torch.tensor([float(i)]) for i in range(5)]
     written(content, tmp_path / "file.pt")
     check_equal(torch.load(tmp_path / "file.pt", weights_only=True), content)
@@ -160,10 +165,10 @@ def test_the_announced_size_is_that_of_the_tensors() -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_checksums_of_parts_give_the_checksum_of_the_whole(first: bytes, second: bytes) -> None:
-    joined = torch_file.join_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
+    joined = join_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
     assert joined == zlib.crc32(first + second)
 
 
 def test_joining_checksums_of_long_runs() -> None:
     second = os.urandom(3) + bytes(10_000_000)
-    assert torch_file.join_crc32(zlib.crc32(b"x"), zlib.crc32(second), len(second)) == zlib.crc32(b"x" + second)
+    assert join_crc32(zlib.crc32(b"x"), zlib.crc32(second), len(second)) == zlib.crc32(b"x" + second)
