@@ -182,3 +182,22 @@ def compiled_as_eager() -> None:
 
 def test_a_compiled_forward_may_read_released_weights(pool: Any) -> None:
     pool.run(2, compiled_as_eager)
+
+
+def traced() -> None:
+    engine = start(pair(), 3)
+    x = batch(0)
+    engine.backward(mean_square(engine, x))
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"torch.jit.trace .* parameter '0.weight' is sharded"):
+        torch.jit.trace(engine.module, x)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())), torch.no_grad():
+        assert torch.equal(torch.jit.trace(engine.module, x)(x), engine.module(x))
+    engine.backward(mean_square(engine, x))
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_of_released_weights_is_refused(pool: Any) -> None:
+    pool.run(2, traced)

@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.param_block import ParamBlock, Place
 from deepspeed.runtime.zero.routes import GatherRoute
 from deepspeed.runtime.zero.shard_group import GroupSpec, ShardGroup
-from deepspeed.runtime.zero.sharded_parameter import block_of, hide_from_compiler
+from deepspeed.runtime.zero.sharded_parameter import block_of, hide_from_compiler, refuse_tracing
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 _ALIGN_BYTES = 64
@@ -227,6 +227,8 @@ class ShardedModule:
             wanted = [block for reference in blocks if (block := reference()) is not None]
             if "_ds_external" in module.__dict__:
                 wanted += [block for param in external_parameters(module) if (block := block_of(param)) is not None]
+            if torch.jit.is_tracing():
+                refuse_tracing(wanted)
             into.fetch_many(wanted)
 
         return _Hook(fetch)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,6 +211,21 @@ def _refusal(name: str, func: str) -> ShardedParameterError:
         "backward. Gathering them takes every rank: wrap the code in `with deepspeed.zero.GatheredParameters(params):` "
         "on all ranks (modifier_rank=0 to write), or read a copy with deepspeed.utils.safe_get_full_fp32_param(param)"
     )
+
+
+def refuse_tracing(blocks: Sequence[ParamBlock]) -> None:
+    """Raise where ``torch.jit.trace`` or an exporter built on it is about to put ``blocks`` into its graph.
+
+    The graph reads the parameters' memory in C++, where a released parameter is NaN.
+    """
+    block = next((block for block in blocks if not block.pins), None)
+    if block is not None:
+        raise ShardedParameterError(
+            f"torch.jit.trace (or an export that uses it) of a module whose parameter {block.places[0].name!r} is "
+            "sharded over the ranks (ZeRO stage 3): the graph would hold no values. Trace and save on all ranks inside "
+            "`with deepspeed.zero.GatheredParameters(list(module.parameters())):`, or load what "
+            "engine.save_16bit_model wrote into a module of its own and trace that"
+        )
 
 
 # ---- functions with an answer of their own ---------------------------------------------------------------------------
