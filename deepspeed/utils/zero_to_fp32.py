@@ -3,7 +3,8 @@
 
     python zero_to_fp32.py <folder with `latest`> <output folder> [--safe_serialization] [--max_shard_size 5GB] ...
 
-This file is copied beside every checkpoint and needs nothing but torch. It reads the files of this release (by their
+This file is copied beside every checkpoint and needs torch, or the package that wrote it: then it starts without torch,
+which is imported only by functions that return tensors. It reads the files of this release (by their
 layout record) and those of older ones (by the historical order of their flat tensors). Files are mapped and tensors are
 put together one at a time, so memory does not grow with the model where the output can be streamed.
 
@@ -27,54 +28,125 @@ import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
+try:
+    from deepspeed.utils.torch_archive import bridge, load, packs, save, tensors
+    from deepspeed.utils.torch_archive.cast import cast
+except ImportError:  # torch does it all
+    bridge = None  # type: ignore[assignment]
 
-OUTPUT_DTYPE_NAMES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
+if TYPE_CHECKING:
+    import torch
+
+
+class _Dtype(str):
+    """The name of a dtype of torch, which prints as that does."""
+
+    def __repr__(self) -> str:
+        return f"torch.{self}"
+
+
+_FLOAT32 = _Dtype("float32")
+_OUTPUT_DTYPES = {
+    "float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16", "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}  # fmt: skip
 debug = 0
-device = torch.device("cpu")
+
+
+def __getattr__(name: str) -> Any:
+    """Historical constants that hold objects of torch."""
+    if name == "device":
+        return _torch().device("cpu")
+    if name == "OUTPUT_DTYPE_NAMES":
+        return {key: _torch_dtype(dtype) for key, dtype in _OUTPUT_DTYPES.items()}
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _torch_dtype(name: str) -> Any:
+    return getattr(_torch(), name)
+
+
+def _name_of(dtype: Any) -> str:
+    """``float32`` for ``torch.float32``, from either world."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "data_ptr") and hasattr(value, "stride")
+
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SAFE_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+_ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_PIECE_NUMEL = 1 << 21
 
 
 class GatheredTensor:
     """A tensor as the parts it is made of, in order; ``contiguous()`` puts it together.
 
-    ``parts`` are 1D tensors (mapped from files); ``dtype`` is what floating elements become.
+    ``parts`` are 1D tensors (mapped from files), of torch or of ``torch_archive``; ``dtype`` is what floating elements
+    become.
     """
 
-    def __init__(self, parts: Iterable[torch.Tensor], shape: Iterable[int], dtype: torch.dtype) -> None:
+    def __init__(self, parts: Iterable[Any], shape: Iterable[int], dtype: Any) -> None:
         self.parts = list(parts)
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
+        self.sizes = tuple(shape)
+        self.dtype_name = _name_of(dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return _torch().Size(self.sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _torch_dtype(self.dtype_name)
+
+    @property
+    def is_floating(self) -> bool:
+        return "float" in self.dtype_name
 
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.sizes)
 
     @property
     def nbytes(self) -> int:
-        return self.numel() * self.dtype.itemsize
+        size = _ITEMSIZES.get(self.dtype_name) or (self.parts[0].dtype.itemsize if self.parts else 0)
+        return int(self.numel() * size)
 
     def contiguous(self) -> torch.Tensor:
         """The tensor, in memory of its own."""
-        whole = torch.empty(self.numel(), dtype=self.dtype)
+        whole = _torch().empty(self.numel(), dtype=self.dtype)
         offset = 0
-        for part in self.parts:
+        for part in map(_of_torch, self.parts):
             whole[offset : offset + part.numel()].copy_(part)
             offset += part.numel()
-        return whole.view(self.shape)
+        return whole.view(self.sizes)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of the elements, a few MiB at a time."""
+        for part in self.parts:
+            for start in range(0, part.numel(), _PIECE_NUMEL):
+                piece = part[start : start + _PIECE_NUMEL]
+                if bridge is not None and isinstance(piece, tensors.PlainTensor):
+                    yield cast(piece, tensors.DTYPES[self.dtype_name])
+                else:
+                    yield memoryview(piece.to(self.dtype).contiguous().view(_torch().uint8).numpy())
+
+
+def _of_torch(value: Any) -> torch.Tensor:
+    """``value`` as a tensor of torch."""
+    return bridge.tensor_to_torch(value) if bridge is not None and isinstance(value, tensors.PlainTensor) else value
 
 
 @dataclass
@@ -143,12 +215,22 @@ def _plain_tensor(rebuild: Any, kind: Any, args: tuple[Any, ...], state: Any) ->
     return rebuild(*args)
 
 
+def _plain_class(module: str, name: str) -> Any:
+    """What a name in a file may make that is not torch's: plain data. Anything else becomes inert."""
+    if module.partition(".")[0] == "torch":
+        return None
+    if (module, name) == ("collections", "OrderedDict"):
+        return OrderedDict
+    return int if name == "ZeroStageEnum" else _Inert
+
+
 class _Unpickler(pickle.Unpickler):
-    """Knows tensors and plain data; anything else becomes inert, so a file can run no code here."""
+    """Where torch reads: knows tensors and plain data; anything else becomes inert, so a file can run no code here."""
 
     _torch = frozenset({"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"})
 
     def find_class(self, module: str, name: str) -> Any:
+        torch = _torch()
         if module == "torch._utils" and name in self._torch:
             return getattr(torch._utils, name)
         if module == "torch" and (name in ("Size", "device") or isinstance(getattr(torch, name, None), torch.dtype)):
@@ -168,11 +250,25 @@ class _PickleModule(types.ModuleType):
 
 def _load(path: str) -> Any:
     """The object in a file, tensors mapped, foreign objects inert. Raises ValueError naming a file that is torn."""
+    if bridge is None:
+        return _load_by_torch(path)
+    try:
+        return load.load(path, _plain_class)
+    except load.NeedsTorch:
+        return bridge.from_torch(_load_by_torch(path))
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # whatever a damaged pickle makes of plain data
+        raise ValueError(f"{path} cannot be read, it is torn or not a checkpoint file: {error}") from error
+
+
+def _load_by_torch(path: str) -> Any:
+    torch = _torch()
     try:
         with contextlib.suppress(pickle.UnpicklingError):
-            return torch.load(path, map_location=device, mmap=True, weights_only=True)
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return torch.load(
-            path, map_location=device, mmap=True, weights_only=False, pickle_module=_PickleModule("pickle")
+            path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PickleModule("pickle")
         )
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} cannot be read, it is torn or not a checkpoint file: {error}") from error
@@ -209,9 +305,9 @@ class _Saved:
     frozen: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def tensors(self, dtype: torch.dtype, exclude_frozen: bool) -> OrderedDict[str, GatheredTensor]:
+    def tensors(self, dtype: str, exclude_frozen: bool) -> OrderedDict[str, GatheredTensor]:
         """Buffers, frozen parameters, trained parameters, aliases: each a GatheredTensor; aliases the same object."""
-        module = {name: value for name, value in self.model["module"].items() if isinstance(value, torch.Tensor)}
+        module = {name: value for name, value in self.model["module"].items() if _is_tensor(value)}
         buffers = [name for name in self.model.get("buffer_names") or () if name in module]
         if self.model.get("buffer_names") is None:
             raise ValueError(f"{self.folder}: the model-states file has no buffer_names")
@@ -224,7 +320,7 @@ class _Saved:
         out: OrderedDict[str, GatheredTensor] = OrderedDict()
         for name in order:
             source = self.masters.get(name) or _of_tensor(module[name])
-            source.dtype = dtype if source.dtype.is_floating_point else source.dtype
+            source.dtype_name = dtype if source.is_floating else source.dtype_name
             out[name] = source
         for alias, kept in self.aliases.items():
             if kept in out:
@@ -232,7 +328,7 @@ class _Saved:
         return out
 
 
-def _of_tensor(tensor: torch.Tensor) -> GatheredTensor:
+def _of_tensor(tensor: Any) -> GatheredTensor:
     return GatheredTensor([tensor.detach().reshape(-1)], tensor.shape, tensor.dtype)
 
 
@@ -327,7 +423,7 @@ def _recorded_rest(saved: _Saved, record: dict[str, Any], world: int) -> None:
 
 
 def _put_together(
-    folder: str, name: str, parts: list[tuple[int, torch.Tensor]], shape: Any, dtype: torch.dtype = torch.float32
+    folder: str, name: str, parts: list[tuple[int, torch.Tensor]], shape: Any, dtype: Any = _FLOAT32
 ) -> GatheredTensor:
     parts = sorted((part for part in parts if part[1].numel()), key=lambda part: part[0])
     reached = 0
@@ -356,7 +452,7 @@ def _tied(module: dict[str, Any]) -> dict[str, str]:
     first: dict[Any, str] = {}
     found = {}
     for name, value in module.items():
-        if isinstance(value, torch.Tensor) and value.numel():
+        if _is_tensor(value) and value.numel():
             kept = first.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), name)
             if kept != name:
                 found[name] = kept
@@ -384,7 +480,8 @@ def parse_model_states(files: list[str]) -> list[zero_model_state]:
         if "buffer_names" not in model:
             raise ValueError(f"{file} is not a model-states file: it has no buffer_names")
         module = model["module"]
-        buffers = {name: module[name] for name in model["buffer_names"] if name in module}
+        buffers = {name: _of_torch(module[name]) for name in model["buffer_names"] if name in module}
+        fragments = model.get("frozen_param_fragments")
         shared = [[alias, kept] for alias, kept in (model.get("shared_params") or {}).items()]
         parsed.append(
             zero_model_state(
@@ -393,7 +490,7 @@ def parse_model_states(files: list[str]) -> list[zero_model_state]:
                 shared_params=shared,
                 ds_version=model.get("ds_version"),
                 frozen_param_shapes=model.get("frozen_param_shapes"),
-                frozen_param_fragments=model.get("frozen_param_fragments"),
+                frozen_param_fragments=fragments and {name: _of_torch(part) for name, part in fragments.items()},
             )
         )
     return parsed
@@ -401,6 +498,11 @@ def parse_model_states(files: list[str]) -> list[zero_model_state]:
 
 def parse_optim_states(files: list[str], ds_checkpoint_dir: str) -> tuple[int, int, list[list[torch.Tensor]]]:
     """``(stage, ranks, flat fp32 tensors per rank)``. Raises ValueError for files of another kind or number."""
+    stage, world, flats = _optim_states(files, ds_checkpoint_dir)
+    return stage, world, [[_of_torch(flat) for flat in rank] for rank in flats]
+
+
+def _optim_states(files: list[str], ds_checkpoint_dir: str) -> tuple[int, int, list[list[Any]]]:
     states = [_load(file)["optimizer_state_dict"] for file in files]
     if "zero_stage" not in states[0]:
         raise ValueError(f"{files[0]} is not a sharded optimizer-states file: it has no zero_stage")
@@ -422,7 +524,7 @@ def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> t
 
 def _open_historical(folder: str, files: list[str], model: dict[str, Any]) -> _Saved:
     optim_files = get_optim_files(folder)
-    stage, world, flats = parse_optim_states(optim_files, folder)
+    stage, world, flats = _optim_states(optim_files, folder)
     saved = _Saved(folder, model, aliases=dict(model.get("shared_params") or {}))
     shapes = list(model.get("param_shapes") or ())
     if stage == 3:
@@ -440,7 +542,7 @@ def _stage_2_masters(saved: _Saved, shapes: list[Any], flats: list[list[torch.Te
         partitions, offset = [rank[number] for rank in flats], 0
         for position, (name, shape) in enumerate(group.items()):
             numel = math.prod(shape)
-            saved.masters[name] = GatheredTensor(_window(partitions, offset, numel), shape, torch.float32)
+            saved.masters[name] = GatheredTensor(_window(partitions, offset, numel), shape, _FLOAT32)
             offset += numel + (paddings[number][position] if paddings else 0)
         held = sum(partition.numel() for partition in partitions)
         unit = 2 * len(partitions)
@@ -468,7 +570,7 @@ def _stage_3_masters(saved: _Saved, shapes: list[Any], world: int, flats: list[l
             numel = math.prod(shape)
             piece, _ = zero3_partitioned_param_info(numel, world)
             parts = [part for rank in flats for part in _window(rank, offset, piece)]
-            saved.masters[name] = GatheredTensor(_trim(parts, numel), shape, torch.float32)
+            saved.masters[name] = GatheredTensor(_trim(parts, numel), shape, _FLOAT32)
             offset += piece
     held = sum(flat.numel() for flat in flats[0])
     if offset != held:
@@ -490,7 +592,7 @@ def _stage_3_frozen(saved: _Saved, files: list[str], world: int) -> None:
     models = [_load(file) for file in files]
     for name, shape in shapes.items():
         parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models[:world]]
-        source = GatheredTensor(_trim(parts, math.prod(shape)), shape, torch.float32)
+        source = GatheredTensor(_trim(parts, math.prod(shape)), shape, _FLOAT32)
         saved.masters[name] = source
         saved.frozen.add(name)
 
@@ -498,7 +600,7 @@ def _stage_3_frozen(saved: _Saved, files: list[str], world: int) -> None:
 # ---- public functions ------------------------------------------------------------------------------------------------
 
 
-def _gather(checkpoint_dir: str, tag: str | None, exclude_frozen: bool, dtype: torch.dtype) -> Any:
+def _gather(checkpoint_dir: str, tag: str | None, exclude_frozen: bool, dtype: str) -> Any:
     folder = _find_tag(checkpoint_dir, tag)
     saved = _open(folder)
     left_out = (saved.model.get("ds_engine_state") or {}).get("excluded_frozen")
@@ -509,7 +611,7 @@ def _gather(checkpoint_dir: str, tag: str | None, exclude_frozen: bool, dtype: t
         print("frozen parameters are left out, as asked")
     if debug:
         for name, tensor in found.items():
-            print(f"{name}: {tuple(tensor.shape)} {tensor.dtype} from {len(tensor.parts)} parts")
+            print(f"{name}: {tensor.sizes} torch.{tensor.dtype_name} from {len(tensor.parts)} parts")
     return found
 
 
@@ -523,7 +625,7 @@ def to_torch_tensor(
         if id(value) not in made:
             wanted = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
             if return_empty_tensor:
-                made[id(value)] = torch.empty(value.shape, dtype=wanted, device="meta")
+                made[id(value)] = _torch().empty(value.shape, dtype=wanted, device="meta")
             else:
                 made[id(value)] = value.contiguous().to(wanted)
         out[name] = made[id(value)]
@@ -539,7 +641,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     :class:`GatheredTensor` objects whose ``contiguous()`` makes the tensor, for models that do not fit in memory.
     Raises FileNotFoundError for missing files and ValueError for files that do not fit together.
     """
-    found: dict[str, Any] = _gather(os.fspath(checkpoint_dir), tag, exclude_frozen_parameters, torch.float32)
+    found: dict[str, Any] = _gather(os.fspath(checkpoint_dir), tag, exclude_frozen_parameters, _FLOAT32)
     return found if lazy_mode else to_torch_tensor(found)
 
 
@@ -553,14 +655,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the whole model in fp32; see :func:`convert_zero_checkpoint_to_state_dict`."""
     convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+        checkpoint_dir, output_dir, _FLOAT32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
 
 
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str,
     output_dir: str,
-    dtype: torch.dtype = torch.float32,
+    dtype: Any = _FLOAT32,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
@@ -571,7 +673,7 @@ def convert_zero_checkpoint_to_state_dict(
     More than ``max_shard_size`` (text like ``5GB``, or bytes; None: one file) is split over numbered files with an
     ``.index.json``. A file has its final name only when it is complete.
     """
-    found = _gather(os.fspath(checkpoint_dir), tag, exclude_frozen_parameters, dtype)
+    found = _gather(os.fspath(checkpoint_dir), tag, exclude_frozen_parameters, _name_of(dtype))
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     shards = _split(found, _size(max_shard_size))
     os.makedirs(output_dir, exist_ok=True)
@@ -608,14 +710,15 @@ def load_state_dict_from_zero_checkpoint(
 
 def _unshard(model: torch.nn.Module) -> None:
     """Put empty plain parameters where sharded ones are, tied ones tied, and take away the hooks that gather them."""
-    made: dict[int, torch.nn.Parameter] = {}
+    torch = _torch()
+    made: dict[int, Any] = {}
     for part in model.modules():
         for name, param in part._parameters.items():
             shape = getattr(param, "ds_shape", None)
             if param is None or shape is None:
                 continue
             if id(param) not in made:
-                empty = torch.empty(shape, dtype=param.dtype, device=device)
+                empty = torch.empty(shape, dtype=param.dtype, device="cpu")
                 made[id(param)] = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
             part._parameters[name] = made[id(param)]
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
@@ -668,39 +771,36 @@ def _complete_file(path: str) -> Iterator[BinaryIO]:
         raise
 
 
-def _write_bin(out: BinaryIO, tensors: dict[str, GatheredTensor]) -> None:
+def _write_bin(out: BinaryIO, found: dict[str, GatheredTensor]) -> None:
     """A torch file: streamed where the package is installed, else put together in memory first."""
-    try:
-        from deepspeed.utils import torch_file
-    except ImportError:
-        torch.save(to_torch_tensor(tensors), out)
+    if bridge is None:
+        _torch().save(to_torch_tensor(found), out)
         return
     slices: dict[int, Any] = {}
-    for value in tensors.values():
+    for value in found.values():
         if id(value) not in slices:
-            pack = torch_file.Pack(value.dtype)
+            pack = packs.Pack(tensors.DTYPES[value.dtype_name])
             for part in value.parts:
                 pack.add(part)
-            slices[id(value)] = torch_file.Slice(pack, 0, tuple(value.shape))
-    torch_file.save({name: slices[id(value)] for name, value in tensors.items()}, out)
+            slices[id(value)] = packs.Slice(pack, 0, value.sizes)
+    save.PlainFile({name: slices[id(value)] for name, value in found.items()}).write(out)
 
 
-def _write_safetensors(out: BinaryIO, tensors: dict[str, GatheredTensor]) -> None:
+def _write_safetensors(out: BinaryIO, found: dict[str, GatheredTensor]) -> None:
     """The safetensors format: 8 bytes length, JSON header, data. Tied names are written once each."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, value in tensors.items():
+    for name, value in found.items():
         end = offset + value.nbytes
-        header[name] = {"dtype": _SAFE_DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [offset, end]}
+        code, shape = _SAFE_DTYPES[value.dtype_name], list(value.sizes)
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     out.write(len(text).to_bytes(8, "little") + text)
-    for value in tensors.values():
-        for part in value.parts:
-            for start in range(0, part.numel(), 1 << 21):
-                piece = part[start : start + (1 << 21)].to(value.dtype).contiguous()
-                out.write(memoryview(piece.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    for value in found.values():
+        for piece in value.pieces():
+            out.write(piece)
 
 
 # ---- command line --------------------------------------------------------------------------------------------------
@@ -712,7 +812,7 @@ def build_parser(with_dtype: bool = False) -> argparse.ArgumentParser:
     parser.add_argument("checkpoint_dir", help="folder of the checkpoints, the one that contains `latest`")
     parser.add_argument("output_dir", help="folder for the result; created when it does not exist")
     if with_dtype:
-        parser.add_argument("--dtype", required=True, choices=sorted(OUTPUT_DTYPE_NAMES), help="of floating tensors")
+        parser.add_argument("--dtype", required=True, choices=sorted(_OUTPUT_DTYPES), help="of floating tensors")
     parser.add_argument("--max_shard_size", default="5GB", help="largest size of one file, like 5GB (default: 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of torch files")
     parser.add_argument("-t", "--tag", default=None, help="checkpoint to read, like global_step100 (default: latest)")
@@ -726,7 +826,7 @@ def main(argv: list[str] | None = None, with_dtype: bool = False) -> int:
     global debug
     args = build_parser(with_dtype).parse_args(argv)
     debug = int(args.debug)
-    dtype = OUTPUT_DTYPE_NAMES[args.dtype] if with_dtype else torch.float32
+    dtype = _OUTPUT_DTYPES[args.dtype] if with_dtype else _FLOAT32
     try:
         convert_zero_checkpoint_to_state_dict(
             args.checkpoint_dir, args.output_dir, dtype, args.max_shard_size, args.safe_serialization, args.tag,

@@ -4,6 +4,7 @@
     tensors.py    a tensor as a place in mapped bytes: dtype, shape, strides
     packs.py      tensors made of parts, and a file ready to be written (``utils/torch_file.py`` writes the same)
     load.py       a file's object, its tensors mapped; names of torch that hold no tensor stay names
+    cast.py       floats in another dtype
     save.py       an object's file, as torch would write it
     bridge.py     from and to torch's own tensors, where an answer needs arithmetic
 

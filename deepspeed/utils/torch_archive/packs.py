@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from deepspeed.utils.torch_archive.archive import Writer, Written
-from deepspeed.utils.torch_archive.tensors import PlainTensor
+from deepspeed.utils.torch_archive.cast import cast
+from deepspeed.utils.torch_archive.tensors import DType, PlainTensor
 
 __all__ = ["ArchiveFile", "Pack", "Slice", "StorageReference"]
 
@@ -23,7 +24,7 @@ _PIECE_NBYTES = 8 << 20  # bytes handled at a time: checksum and write share the
 class Pack:
     """A storage made of parts: tensors of one dtype laid end to end. Parts are read when the file is written.
 
-    Tensors and ``dtype`` are torch's, or plain (``tensors.py``). ``dtype`` casts every part of torch's, piece by piece.
+    Tensors and ``dtype`` are torch's, or plain (``tensors.py``). Parts of another dtype are cast, piece by piece.
     """
 
     def __init__(self, dtype: Any) -> None:
@@ -91,10 +92,14 @@ class ArchiveFile:
 def _pieces(pack: Pack) -> Iterator[memoryview]:
     """The bytes of ``pack``, a few MiB at a time, without a copy where a part lies in host memory in one piece."""
     for part in pack.parts:
-        yield from _plain_pieces(part) if isinstance(part, PlainTensor) else _torch_pieces(part, pack.dtype)
+        yield from _plain_pieces(part, pack.dtype) if isinstance(part, PlainTensor) else _torch_pieces(part, pack.dtype)
 
 
-def _plain_pieces(part: PlainTensor) -> Iterator[memoryview]:
+def _plain_pieces(part: PlainTensor, dtype: DType) -> Iterator[memoryview]:
+    if part.dtype is not dtype:
+        flat, step = part.reshape(-1), _PIECE_NBYTES // part.dtype.itemsize
+        yield from (cast(flat[start : start + step], dtype) for start in range(0, part.numel(), step))
+        return
     data = part.bytes()
     for start in range(0, len(data), _PIECE_NBYTES):
         yield data[start : start + _PIECE_NBYTES]
