@@ -10,7 +10,7 @@ Invariant: opening changes nothing on disk but one thing: a tag that a crash lef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -275,11 +275,23 @@ class SavedTag:
         if problems:
             raise CheckpointError(f"checkpoint {self.tag!r} in {self.load_dir} is not complete: {'; '.join(problems)}")
 
-    def check_files(self, chosen: list[str], rank: int, world: int, leads_node: bool = False) -> None:
+    def check_sizes(self, chosen: Iterable[str]) -> None:
+        """All of ``chosen`` are there in full size. Raises CheckpointError."""
+        self._require(chosen)
+
+    def check_files(
+        self,
+        chosen: list[str],
+        rank: int,
+        world: int,
+        leads_node: bool = False,
+        sum_of: Callable[[Path], int] | None = None,
+    ) -> None:
         """All of ``chosen`` are there in full size, and this rank's share of them has the right checksums.
 
         Rank r checks the file of shard r, which it is the most likely to read anyway; what belongs to no shard is
-        checked by rank 0, or by the rank that ``leads_node`` where nodes have their own. Raises CheckpointError.
+        checked by rank 0, or by the rank that ``leads_node`` where nodes have their own. ``sum_of``: who knows the
+        CRC-32 of a file (default: it is read). Raises CheckpointError.
         """
         self._require(chosen)
         if self.manifest is None:
@@ -290,7 +302,7 @@ class SavedTag:
             mine = (number if shard is None else shard) % world == rank
             if mine or (shard is None and leads_node and self.node_local):
                 share.append(name)
-        problems = wrong_checksums(self.folder, self.manifest, share)
+        problems = wrong_checksums(self.folder, self.manifest, share, sum_of)
         if problems:
             raise CheckpointError(f"checkpoint {self.tag!r} in {self.load_dir}: {'; '.join(problems)}")
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from deepspeed.utils.host_buffer import RunCopier, round_up
-from deepspeed.utils.torch_archive.archive import ALIGN, Written
+from deepspeed.utils.torch_archive.archive import ALIGN, Seen, Written
 from deepspeed.utils.torch_archive.packs import ArchiveFile, Pack, Slice, StorageReference
 from deepspeed.utils.torch_archive.tensors import contiguous_strides
 
@@ -172,11 +172,10 @@ class TorchFile(ArchiveFile):
         """:meth:`write` raises ``error``: what it would write is not whole."""
         self._failure = error
 
-    def write(self, file: BinaryIO) -> Written:
-        """Write the archive to ``file`` (seekable, at its start)."""
+    def write(self, file: BinaryIO, seen: Seen | None = None) -> Written:
         if self._failure is not None:
             raise self._failure
-        return super().write(file)
+        return super().write(file, seen)
 
 
 def _rounded(nbytes: int) -> int:

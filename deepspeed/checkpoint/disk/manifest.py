@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,11 +79,16 @@ def wrong_sizes(folder: Path, manifest: Manifest, chosen: Iterable[str] | None =
     return problems
 
 
-def wrong_checksums(folder: Path, manifest: Manifest, chosen: Iterable[str]) -> list[str]:
-    """One line per file of ``chosen`` whose bytes are not those that were saved; reads them all."""
+def wrong_checksums(
+    folder: Path, manifest: Manifest, chosen: Iterable[str], sum_of: Callable[[Path], int] | None = None
+) -> list[str]:
+    """One line per file of ``chosen`` whose bytes are not those that were saved; reads them all.
+
+    ``sum_of``: who knows the CRC-32 of a file (default: :func:`file_crc32`).
+    """
     problems = []
     for name in sorted(chosen):
-        found = file_crc32(folder / name)
+        found = (sum_of or file_crc32)(folder / name)
         saved = manifest.files[name].crc32
         if found != saved:
             problems.append(f"{name} is damaged: its bytes have CRC-32 {found:08x}, those saved had {saved:08x}")

@@ -8,7 +8,7 @@ Invariant: a file the record lists is read or its absence is an error that names
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -137,12 +137,19 @@ class UniversalTag(SavedTag):
     def has_optim_files(self) -> bool:
         return True
 
-    def check_files(self, chosen: list[str], rank: int, world: int, leads_node: bool = False) -> None:
+    def check_files(
+        self,
+        chosen: list[str],
+        rank: int,
+        world: int,
+        leads_node: bool = False,
+        sum_of: Callable[[Path], int] | None = None,
+    ) -> None:
         """As for a tag; files are shared out by their place in the list, there is no shard they belong to."""
         self._require(chosen)
         if self.manifest is not None:
             share = [name for number, name in enumerate(sorted(chosen)) if number % world == rank]
-            problems = reader.wrong_checksums(self.folder, self.manifest, share)
+            problems = reader.wrong_checksums(self.folder, self.manifest, share, sum_of)
             if problems:
                 raise CheckpointError(f"universal checkpoint {self.folder}: {'; '.join(problems)}")
 

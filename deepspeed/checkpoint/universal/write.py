@@ -1,6 +1,7 @@
 """From a tag to a universal folder: one file for every state of every parameter, whole, whatever ranks saved it.
 
-    open and verify the tag -> plan every file -> write them aside, several at a time -> manifest, rename -> pointer
+    open the tag -> plan every file -> write them aside, several at a time -> verify the tag by the checksums of what
+    was read -> manifest, rename -> pointer
 
 Tensors go from mapped file to file a few MiB at a time, so memory does not grow with the model; only slices under
 tensor parallelism are joined in memory, one state of one parameter per worker. Workers are threads: copying, checksums
@@ -8,7 +9,8 @@ and writing release the interpreter, and a thread is there at once where a proce
 
 Owns: order and atomicity of a conversion. Does not own: which files there are (``universal/plan.py``), the command line
 (``ds_to_universal.py``), reading it back (``universal/reader.py``).
-Invariant: the source is only read; the output appears complete or not at all.
+Invariant: the source is only read; the output appears complete, of a source with the bytes that were saved, or not at
+all.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reader import SavedTag
 from deepspeed.checkpoint.universal.plan import FileJob, open_sources, plan_conversion
 from deepspeed.checkpoint.universal.record import UniversalRecord
+from deepspeed.checkpoint.universal.sums import SourceSums
 from deepspeed.git_version_info import version
 from deepspeed.utils.crc32 import crc32
 from deepspeed.utils.torch_archive import bridge
@@ -60,10 +63,15 @@ def convert(
     """
     _check_output(source, output)
     sources = open_sources(source, inject_missing_state)
-    for part in sources:
-        for saved in part.slices:
+    tags = [saved for part in sources for saved in part.slices]
+    for saved in tags:
+        saved.check_sizes(_read_files(saved))
+    try:
+        record, jobs = plan_conversion(sources, stage)
+    except Exception:
+        for saved in tags:  # what does not fit together may be damaged: that is the better answer then
             _verify(saved, workers)
-    record, jobs = plan_conversion(sources, stage)
+        raise
     unused = [pattern for part in sources for pattern in part.patterns.unused()]
     if strict and len(sources) == 1 and unused:
         raise CheckpointError(
@@ -71,7 +79,7 @@ def convert(
             f"{', '.join(map(repr, unused))}; --no_strict converts all the same"
         )
     try:
-        _write(jobs, sources[0].first, output, workers)
+        _write(jobs, tags, output, workers)
     except OSError as error:
         raise CheckpointError(f"writing {output}: {error}; nothing was changed there") from error
     return record
@@ -90,14 +98,20 @@ def _check_output(source: Path, output: Path) -> None:
         )
 
 
-def _verify(saved: SavedTag, workers: int) -> None:
-    """Every file of the tag is there, with the bytes that were saved. Raises CheckpointError."""
-    files = [*saved.model_files(), *(saved.optim_files() if saved.stage >= 1 else ())]
-    shares = max(saved.shards, 1)
-    run_together([partial(saved.check_files, files, share, shares) for share in range(shares)], workers)
+def _read_files(saved: SavedTag) -> list[str]:
+    return [*saved.model_files(), *(saved.optim_files() if saved.stage >= 1 else ())]
 
 
-def _write(jobs: Sequence[FileJob], saved: SavedTag, output: Path, workers: int) -> None:
+def _verify(saved: SavedTag, workers: int, sums: SourceSums | None = None) -> None:
+    """Every file of the tag has the bytes that were saved; ``sums`` knows those of what was read. CheckpointError."""
+    files, shares, sum_of = _read_files(saved), max(saved.shards, 1), None if sums is None else sums.of_file
+    checks = [partial(saved.check_files, files, share, shares, sum_of=sum_of) for share in range(shares)]
+    run_together(checks, workers)
+
+
+def _write(jobs: Sequence[FileJob], tags: Sequence[SavedTag], output: Path, workers: int) -> None:
+    """Every file, aside; the tags are compared with their checksums before the folder gets its name."""
+    saved, sums = tags[0], SourceSums()
     token = durable.new_token()
     aside = durable.saving_folder(output, token)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +124,9 @@ def _write(jobs: Sequence[FileJob], saved: SavedTag, output: Path, workers: int)
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         ordered = sorted(jobs, key=lambda job: -job.nbytes)  # the largest first, so that no worker ends alone
-        written = run_together([partial(_write_file, aside / job.path, job) for job in ordered], workers)
+        written = run_together([partial(_write_file, aside / job.path, job, sums) for job in ordered], workers)
+        for tag in tags:
+            _verify(tag, workers, sums)
         files = {job.path: done for job, done in zip(ordered, written, strict=True)}
         for folder in reversed(folders):
             durable.sync_folder(folder)
@@ -124,9 +140,9 @@ def _write(jobs: Sequence[FileJob], saved: SavedTag, output: Path, workers: int)
     durable.clear_leftovers(output.parent, is_complete)
 
 
-def _write_file(path: Path, job: FileJob) -> Written:
+def _write_file(path: Path, job: FileJob, sums: SourceSums) -> Written:
     with durable.open_for_writing(path) as file:
-        written = _pickled(job.make()).write(file) if job.copied is None else _copy(job.copied, file)
+        written = _pickled(job.make()).write(file, sums.seen) if job.copied is None else _copy(job.copied, file)
         file.flush()
         os.fsync(file.fileno())
     found = path.stat().st_size

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from deepspeed.utils.crc32 import crc32, join_crc32
 
-__all__ = ["ALIGN", "Record", "Writer", "Written", "records"]
+__all__ = ["ALIGN", "Piece", "Record", "Seen", "Writer", "Written", "records"]
 
 ALIGN = 64
 _ROOT = "archive"
@@ -49,6 +49,12 @@ class Record:
     crc32: int
 
 
+# Bytes, and where they lie: the number of their first byte for a piece of a mapped file (``PlainTensor.data_ptr``).
+Piece = tuple["bytes | memoryview", "int | None"]
+# What hears of every piece that is written: the bytes, where they lie, their CRC-32.
+Seen = Callable[["bytes | memoryview", "int | None", int], None]
+
+
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -61,14 +67,22 @@ class Writer:
         self._crc = 0  # of all bytes so far
         self._records: list[Record] = []
 
-    def add(self, name: str, nbytes: int, pieces: Iterable[bytes | memoryview], *, aligned: bool = False) -> None:
+    def add(
+        self, name: str, nbytes: int, pieces: Iterable[Piece], *, aligned: bool = False, seen: Seen | None = None
+    ) -> None:
+        """Append a record of ``nbytes``. ``seen`` hears of every piece and its CRC-32."""
         path = f"{_ROOT}/{name}"
         offset = self._offset
         if nbytes <= _SMALL_NBYTES:
-            data = b"".join(pieces)
-            assert len(data) == nbytes, f"record {name}: {len(data)} bytes came, {nbytes} were announced"
-            crc = zlib.crc32(data)
-            whole = _local_header(path.encode(), nbytes, crc, offset, aligned) + data
+            parts = []
+            for data, address in pieces:
+                parts.append(data)
+                if seen is not None:
+                    seen(data, address, zlib.crc32(data))
+            joined = b"".join(parts)
+            assert len(joined) == nbytes, f"record {name}: {len(joined)} bytes came, {nbytes} were announced"
+            crc = zlib.crc32(joined)
+            whole = _local_header(path.encode(), nbytes, crc, offset, aligned) + joined
             self._file.write(whole)
             self._offset += len(whole)
             self._crc = zlib.crc32(whole, self._crc)
@@ -77,10 +91,13 @@ class Writer:
         blank = _local_header(path.encode(), nbytes, 0, offset, aligned)
         self._file.write(blank)
         crc = found = 0
-        for piece in pieces:
-            crc = crc32(piece, crc)
-            self._file.write(piece)
-            found += len(piece)
+        for data, address in pieces:
+            own = crc32(data)
+            if seen is not None:
+                seen(data, address, own)
+            self._file.write(data)
+            crc = join_crc32(crc, own, len(data))
+            found += len(data)
         assert found == nbytes, f"record {name}: {found} bytes came, {nbytes} were announced"
         # The checksum stands before the data but is known only after it: go back and fill it in.
         header = _local_header(path.encode(), nbytes, crc, offset, aligned)

@@ -24,7 +24,7 @@ from deepspeed.utils.torch_archive.archive import Record, records
 from deepspeed.utils.torch_archive.symbols import NeedsTorch
 from deepspeed.utils.torch_archive.tensors import DTYPES, DType, PlainTensor, Size, next_address
 
-__all__ = ["NeedsTorch", "load"]
+__all__ = ["MappedFile", "NeedsTorch", "load", "mapped"]
 
 _PICKLE = b"\x80"  # how files begin that older releases of torch wrote
 
@@ -39,7 +39,8 @@ def load(path: str | os.PathLike[str], find_class: FindClass) -> Any:
     format, of another byte order, or with something of torch inside that is no plain tensor; and whatever a damaged
     pickle makes of the classes ``find_class`` returns.
     """
-    data = _mapped(Path(path))
+    file = mapped(Path(path))
+    data = memoryview(file)
     if data[:1] == _PICKLE:
         raise NeedsTorch("the file has the format of older releases of torch")
     found = records(data)
@@ -48,15 +49,27 @@ def load(path: str | os.PathLike[str], find_class: FindClass) -> Any:
     order = found.get("byteorder")
     if order is not None and _content(data, order).decode() != sys.byteorder:
         raise NeedsTorch("the file has another byte order")
-    return _Unpickler(data, found, find_class).load()
+    return _Unpickler(file, found, find_class).load()
 
 
-def _mapped(path: Path) -> memoryview:
-    """The bytes of a file. Writing to them would change memory alone."""
+class MappedFile(mmap.mmap):
+    """The bytes of a file; writing to them would change memory alone.
+
+    ``address``: the number of its first byte (:meth:`PlainTensor.data_ptr` counts from it).
+    """
+
+    path: Path
+    address: int
+
+
+def mapped(path: Path) -> MappedFile:
+    """Map ``path``. Raises FileNotFoundError, and ValueError for an empty file."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise ValueError("it is empty")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        made = MappedFile(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    made.path, made.address = path, next_address()
+    return made
 
 
 def _content(data: memoryview, record: Record) -> bytes:
@@ -71,16 +84,17 @@ class _Storage:
 
     __slots__ = ("address", "data", "dtype")
 
-    def __init__(self, data: memoryview, dtype: DType | None) -> None:
-        self.data, self.dtype, self.address = data, dtype, next_address()
+    def __init__(self, data: memoryview, dtype: DType | None, address: int) -> None:
+        self.data, self.dtype, self.address = data, dtype, address
 
 
 class _Unpickler(pickle.Unpickler):
     """See the module docstring."""
 
-    def __init__(self, data: memoryview, found: dict[str, Record], find_class: FindClass) -> None:
-        super().__init__(io.BytesIO(_content(data, found["data.pkl"])))
-        self._data, self._records, self._find = data, found, find_class
+    def __init__(self, file: MappedFile, found: dict[str, Record], find_class: FindClass) -> None:
+        self._data, self._address = memoryview(file), file.address
+        super().__init__(io.BytesIO(_content(self._data, found["data.pkl"])))
+        self._records, self._find = found, find_class
         self._storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -101,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
             if record is None or record.nbytes < nbytes:
                 raise ValueError(f"storage {key} of {nbytes} bytes is not in the file")
             part = self._data[record.start : record.start + record.nbytes]
-            self._storages[key] = _Storage(part, storage.dtype)
+            self._storages[key] = _Storage(part, storage.dtype, self._address + record.start)
         return self._storages[key]
 
 

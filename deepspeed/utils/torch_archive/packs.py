@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from deepspeed.utils.torch_archive.archive import Writer, Written
+from deepspeed.utils.torch_archive.archive import Piece, Seen, Writer, Written
 from deepspeed.utils.torch_archive.cast import cast
 from deepspeed.utils.torch_archive.tensors import DType, PlainTensor
 
@@ -78,38 +78,38 @@ class ArchiveFile:
         """Bytes of the tensors and the pickle; the archive adds a few hundred bytes per storage."""
         return len(self.pickled) + sum(pack.nbytes for pack in self.packs)
 
-    def write(self, file: BinaryIO) -> Written:
-        """Write the archive to ``file`` (seekable, at its start)."""
+    def write(self, file: BinaryIO, seen: Seen | None = None) -> Written:
+        """Write the archive to ``file`` (seekable, at its start). ``seen`` hears of every piece of a storage."""
         archive = Writer(file)
-        archive.add("data.pkl", len(self.pickled), [self.pickled])
-        archive.add("byteorder", len(sys.byteorder), [sys.byteorder.encode()])
+        archive.add("data.pkl", len(self.pickled), [(self.pickled, None)])
+        archive.add("byteorder", len(sys.byteorder), [(sys.byteorder.encode(), None)])
         for key, pack in enumerate(self.packs):
-            archive.add(f"data/{key}", pack.nbytes, _pieces(pack), aligned=True)
-        archive.add("version", 2, [b"3\n"])
+            archive.add(f"data/{key}", pack.nbytes, _pieces(pack), aligned=True, seen=seen)
+        archive.add("version", 2, [(b"3\n", None)])
         return archive.finish()
 
 
-def _pieces(pack: Pack) -> Iterator[memoryview]:
+def _pieces(pack: Pack) -> Iterator[Piece]:
     """The bytes of ``pack``, a few MiB at a time, without a copy where a part lies in host memory in one piece."""
     for part in pack.parts:
         yield from _plain_pieces(part, pack.dtype) if isinstance(part, PlainTensor) else _torch_pieces(part, pack.dtype)
 
 
-def _plain_pieces(part: PlainTensor, dtype: DType) -> Iterator[memoryview]:
+def _plain_pieces(part: PlainTensor, dtype: DType) -> Iterator[Piece]:
     if part.dtype is not dtype:
         flat, step = part.reshape(-1), _PIECE_NBYTES // part.dtype.itemsize
-        yield from (cast(flat[start : start + step], dtype) for start in range(0, part.numel(), step))
+        yield from ((cast(flat[start : start + step], dtype), None) for start in range(0, part.numel(), step))
         return
-    data = part.bytes()
+    data, address = part.bytes(), part.data_ptr() if part.is_contiguous() else None
     for start in range(0, len(data), _PIECE_NBYTES):
-        yield data[start : start + _PIECE_NBYTES]
+        yield data[start : start + _PIECE_NBYTES], None if address is None else address + start
 
 
-def _torch_pieces(part: Any, dtype: Any) -> Iterator[memoryview]:
+def _torch_pieces(part: Any, dtype: Any) -> Iterator[Piece]:
     import torch
 
     step = max(1, _PIECE_NBYTES // dtype.itemsize)
     flat = part.resolve_conj().resolve_neg().reshape(-1)  # 1D, elements; copies only what is not contiguous
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step].to(device="cpu", dtype=dtype)
-        yield memoryview(piece.contiguous().view(torch.uint8).numpy())
+        yield memoryview(piece.contiguous().view(torch.uint8).numpy()), None
