@@ -13,6 +13,7 @@ import socket
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(python: str, script: Path, ranks: int, arguments: list[str]) -> dict[str, Any]:
-    """Run ``script`` on ``ranks`` processes of one thread each; returns the JSON object on rank 0's last line."""
+def run_ranks(
+    python: str,
+    script: Path,
+    ranks: int,
+    arguments: list[str],
+    place: Callable[[int], tuple[list[str], dict[str, str]]] | None = None,
+) -> dict[str, Any]:
+    """Run ``script`` on ``ranks`` processes of one thread each; returns the JSON object on rank 0's last line.
+
+    ``place``: of a rank, the words in front of its command and its further environment.
+    """
     port = free_port()
     processes = []
     for rank in range(ranks):
@@ -48,10 +58,11 @@ def run_ranks(python: str, script: Path, ranks: int, arguments: list[str]) -> di
             "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
             "PYTHONPATH": "",
         }
+        prefix, further = place(rank) if place is not None else ([], {})
         processes.append(
             subprocess.Popen(
-                [python, str(script), *arguments],
-                env=environment,
+                [*prefix, python, str(script), *arguments],
+                env=environment | further,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

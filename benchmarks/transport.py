@@ -1,10 +1,15 @@
 """Collectives between the ranks of one host: shared memory against gloo, interleaved in the same processes.
 
     python benchmarks/transport.py [--ranks 2] [--rounds 5] [--json FILE]
+    python benchmarks/transport.py --hosts [--ranks 4] [--mbit 1000]
 
 Microseconds of a call as a program makes it, `deepspeed.comm` against `torch.distributed`, best and median of the calls
 of rank 0. The second table has one busy process more per core (`--busy` of them), so that ranks are taken off their
 cores in the middle of calls: there the aim is never to be slower than gloo.
+
+``--hosts``: the ranks on two hosts, half on each, instead: first with nothing slow between them (gloo's best case: its
+calls inside a host cost what those between hosts do), then, as root, in two network namespaces joined by a cable of
+``--mbit``.
 """
 
 from __future__ import annotations
@@ -12,12 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from peers import run_ranks
+from two_hosts import TwoHosts
 
 WORKER = Path(__file__).with_name("transport_worker.py")
 SPIN = "while True: pass"
@@ -48,12 +55,34 @@ def table(title: str, found: dict[str, Any], contended: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="default: 2, with --hosts 4")
+    parser.add_argument("--hosts", action="store_true", help="on two hosts")
+    parser.add_argument("--mbit", type=float, default=1000, help="speed of the cable between them, each way")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="busy processes of table two")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.ranks = options.ranks or (4 if options.hosts else 2)
     arguments = ["--rounds", str(options.rounds)]
+    record = on_two_hosts(options, arguments) if options.hosts else on_one_host(options, arguments)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def on_two_hosts(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+    record = {}
+    found = run_ranks(sys.executable, WORKER, options.ranks, [*arguments, "--hosts", "2"])
+    record["fast"] = table(f"{options.ranks} ranks on two hosts, nothing slow between them, us", found, True)
+    if os.geteuid() != 0 or shutil.which("tc") is None:
+        print("a slow cable needs root, ip and tc: left out")
+        return record
+    with TwoHosts(options.ranks, options.mbit) as hosts:
+        found = run_ranks(sys.executable, WORKER, options.ranks, arguments, hosts.place)
+    record["slow"] = table(f"{options.ranks} ranks on two hosts, {options.mbit:g} Mbit/s between them, us", found, True)
+    return record
+
+
+def on_one_host(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     record = {}
     found = run_ranks(sys.executable, WORKER, options.ranks, arguments)
     record["alone"] = table(f"{options.ranks} ranks, us", found, False)
@@ -65,8 +94,7 @@ def main() -> None:
             process.kill()
             process.wait()
     record["contended"] = table(f"{options.ranks} ranks beside {options.busy} busy processes, us", found, True)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return record
 
 
 if __name__ == "__main__":

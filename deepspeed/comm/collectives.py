@@ -45,7 +45,7 @@ from deepspeed.comm.group_facts import Group, GroupFacts, facts_of
 from deepspeed.comm.landing import LandShard, LocalSum, Scale
 from deepspeed.comm.pending import DONE, Pending, WaitMode, What, announce
 from deepspeed.comm.rank_sum import sum_in_rank_order
-from deepspeed.comm.same_host import channel_of, in_background
+from deepspeed.comm.same_host import channel_of, in_background, sums_in_order
 from deepspeed.comm.shm_channel import Channel, reduction_code
 
 __all__ = [
@@ -123,8 +123,7 @@ def all_reduce(
         raise ValueError(f"all_reduce: unknown op {op!r}; known: {', '.join(_OPTIONS)}")
     if facts.size == 1 or tensor.numel() == 0:
         return DONE
-    # Through shared memory every sum runs in rank order.
-    if deterministic and op in ("sum", "avg") and not (facts.link.__class__ is Channel and tensor.is_cpu):
+    if deterministic and op in ("sum", "avg") and not sums_in_order(facts, tensor):
         return _all_reduce_in_rank_order(tensor, group, facts, op, what, async_op, key)
     announce(facts, "all_reduce", what, tensor.nbytes, call_mark(tensor.nbytes, key))
     channel = channel_of(facts, tensor, "all_reduce", what, tensor.nbytes)

@@ -14,8 +14,8 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm.group_facts import Group, GroupFacts
 from deepspeed.comm.pending import What
-from deepspeed.comm.same_host import channel_of
-from deepspeed.comm.shm_channel import Channel, fold_of, reduction_code
+from deepspeed.comm.same_host import AnyChannel, channel_of
+from deepspeed.comm.shm_channel import fold_of, reduction_code
 
 __all__ = ["piece_bytes", "start_all_to_all", "start_barrier", "start_host_reduction"]
 
@@ -30,7 +30,7 @@ def start_barrier(group: Group | None, facts: GroupFacts, what: What = "", devic
     return pg.barrier() if device_ids is None else torch_dist.barrier(group, async_op=True, device_ids=device_ids)
 
 
-def start_host_reduction(channel: Channel, tensor: torch.Tensor, op: Any, factor: float | None) -> Any:
+def start_host_reduction(channel: AnyChannel, tensor: torch.Tensor, op: Any, factor: float | None) -> Any:
     """The work of an all-reduce through shared memory, in place; None when that knows no such dtype or operation."""
     fold = fold_of(op)
     if fold is None or (factor is not None and not tensor.is_floating_point()):

@@ -125,7 +125,7 @@ class GroupFacts:
         """Drop the idle staging buffers; returns the bytes freed."""
         freed = sum(b.nbytes for buffers in self._free.values() for b in buffers)
         self._free.clear()
-        return freed
+        return freed if self.link is None else freed + int(self.link.release_buffers())
 
 
 _table: dict[int, GroupFacts] = {}

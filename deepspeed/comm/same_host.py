@@ -1,7 +1,8 @@
-"""Do all ranks of a group share this host, so that its CPU tensors travel through shared memory instead of gloo?
+"""Which ranks of a group share a host, so that CPU tensors travel between them through shared memory instead of gloo?
 
 Owns: the meeting of a group's ranks, the decision, and `channel_of`, which the collectives ask. Does not own: the
-transport (`shm_channel.py`). `DS_SHM=0` in the environment of any rank turns it off for the groups of that rank.
+transports (`shm_channel.py` on one host, `across_hosts.py` on several) and the connections between hosts
+(`host_peers.py`). `DS_SHM=0` in the environment of any rank turns it off for the groups of that rank.
 
 The decision is the same on all ranks, also where one of them has no compiler or another setting, because all take it
 from the same data; and nobody waits for a rank that has not yet come, because the data travel beside the first calls:
@@ -10,7 +11,10 @@ from the same data; and nobody waits for a rank that has not yet come, because t
     second call              goes by gloo; before it, ranks of one host map each other's blocks; how that went travels
     third call and later     through shared memory if all have mapped all
 
-Groups of more than `MAX_RANKS` ranks, of other backends and of systems without memfd never meet.
+Where hosts have several ranks each, there is one call more: at the second the ranks at one place of every host begin to
+connect; at the third, by gloo too, they tell how mapping and connecting went; the fourth is the first through both.
+
+Groups of other backends and of systems without memfd never meet.
 """
 
 from __future__ import annotations
@@ -22,21 +26,27 @@ import secrets
 import socket
 import struct
 import sys
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import shm_channel
+from deepspeed.comm.across_hosts import HostLayout, HostsChannel, layout_of
 from deepspeed.comm.group_facts import Group, GroupFacts, all_facts, facts_of
+from deepspeed.comm.host_peers import PeersToBe
 from deepspeed.comm.pending import Pending, WaitMode, What
+from deepspeed.comm.relay import RelayWork
 from deepspeed.comm.shm_channel import Channel
 from deepspeed.native.build import SOURCES, NativeUnavailable
 from deepspeed.utils.logging import logger
 
-__all__ = ["MAX_RANKS", "channel_of", "describe", "host_identity", "in_background"]
+__all__ = ["MAX_RANKS", "AnyChannel", "channel_of", "describe", "host_identity", "in_background", "sums_in_order"]
 
-MAX_RANKS = 64
+AnyChannel: TypeAlias = Channel | HostsChannel
+
+MAX_RANKS = 64  # of one host
 # A wait looks around this long before it sleeps: longer than two ranks are usually apart, shorter than a sleep costs.
 SPIN_US = 20
 
@@ -96,50 +106,58 @@ class _Exchange(Pending):
 class Meeting:
     """The ranks of one group find out about each other, beside their first calls."""
 
-    __slots__ = ("_cards", "_handle", "_nonce", "_stage", "_status", "_work", "why_not")
+    __slots__ = ("_cards", "_handle", "_layout", "_next", "_nonce", "_peers", "_status", "_work", "why_not")
 
     def __init__(self) -> None:
         self.why_not = ""
-        self._stage = 0
+        self._next: Callable[[Any, GroupFacts], AnyChannel | None] = self._introduce
         self._handle: int | None = None
         self._nonce = secrets.randbits(63)
         self._work: Any = None
         self._cards: list[torch.Tensor] = []
         self._status: list[torch.Tensor] = []
+        self._layout: HostLayout | None = None  # of a group on several hosts
+        self._peers: PeersToBe | None = None
 
-    def advance(self, facts: GroupFacts, name: str, what: What, nbytes: int) -> Channel | None:
+    def advance(self, facts: GroupFacts, name: str, what: What, nbytes: int) -> AnyChannel | None:
         """One more call of the group is about to start: its channel, or None for gloo."""
         pg: Any = facts.ref() if facts.ref is not None else None
-        self._stage += 1
-        if self._stage == 1:
-            self._introduce(pg, facts)
-            return None
-        exchange = _Exchange((self._work,), None, facts, name, what, nbytes, WaitMode.SLICES)
-        exchange.sequence = facts.calls + 1
-        exchange.started = 0.0  # not a call for the log
-        exchange.wait()
-        if self._stage == 2:
-            self._attach(pg, facts)
-            return None
-        return self._conclude(facts)
+        if self._work is not None:
+            exchange = _Exchange((self._work,), None, facts, name, what, nbytes, WaitMode.SLICES)
+            exchange.sequence = facts.calls + 1
+            exchange.started = 0.0  # not a call for the log
+            exchange.wait()
+        return self._next(pg, facts)
 
     def close(self) -> None:
-        """Give the block back. Idempotent."""
+        """Give the block and the connections back. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None:
             shm_channel.library().ds_shm_leave(handle)
+        self._peers = None
 
     def forget(self) -> None:
         """In a forked child: the block is the parent's."""
-        self._handle = None
+        self._handle = self._peers = None
+
+    def release_buffers(self) -> int:
+        """Nothing is kept."""
+        return 0
+
+    # The steps, each at the start of a call of the group.
 
     def _introduce(self, pg: Any, facts: GroupFacts) -> None:
         self.why_not = _refusal()
+        self._show_card(pg, facts, facts.rank, facts.size)
+        self._next = self._look_around
+
+    def _show_card(self, pg: Any, facts: GroupFacts, rank: int, size: int) -> None:
+        """Tell all where this rank's block is, made for the rank `rank` of `size` that will share it."""
         descriptor = -1
         if not self.why_not:
             library = shm_channel.library()
-            spin_us = SPIN_US if facts.size <= len(os.sched_getaffinity(0)) else 0
-            self._handle = library.ds_shm_open(facts.rank, facts.size, self._nonce, spin_us)
+            spin_us = SPIN_US if size <= len(os.sched_getaffinity(0)) else 0
+            self._handle = library.ds_shm_open(rank, size, self._nonce, spin_us)
             if self._handle is None:
                 self.why_not = "no memory or no descriptor for a shared block"
             else:
@@ -151,48 +169,90 @@ class Meeting:
         self._cards = [torch.empty_like(own) for _ in range(facts.size)]
         self._work = pg.allgather([self._cards], [own])
 
-    def _attach(self, pg: Any, facts: GroupFacts) -> None:
+    def _look_around(self, pg: Any, facts: GroupFacts) -> None:
         """Everybody knows everybody: without a chance this is the end of it, on all ranks alike."""
         cards = [_CARD.unpack(bytes(card.tolist())) for card in self._cards]
-        self._cards = []
-        mine = cards[facts.rank]
-        ranks = torch_dist.get_process_group_ranks(pg)
-        unwilling = [ranks[place] for place, card in enumerate(cards) if not card[-1]]
-        if any(card[1] != mine[1] for card in cards):
-            self.why_not = self.why_not or "its ranks are on several hosts"
+        unwilling = [rank for rank, card in zip(_ranks_of(pg), cards, strict=True) if not card[-1]]
+        layout = layout_of([card[1] for card in cards], facts.rank)
+        several = isinstance(layout, str) or layout.hosts > 1
+        if isinstance(layout, str):
+            self.why_not = self.why_not or layout
+            if facts.rank == 0 and layout.count("one") < 2:  # hosts of one rank each are nothing to talk about
+                logger.info(f"group {facts.name!r} uses gloo also inside its hosts: {layout}")
         elif unwilling:
             self.why_not = self.why_not or f"rank {unwilling[0]} does not use it"
-        elif any(card[0] != mine[0] for card in cards):
+        elif any(card[0] != cards[facts.rank][0] for card in cards):
             self.why_not = "its ranks run different versions of the library"
+        elif layout.local > MAX_RANKS:
+            self.why_not = f"more than {MAX_RANKS} of its ranks are on one host"
         if self.why_not:
             self._end(facts)
-            return
-        library = shm_channel.library()
-        for place, (_, _, pid, start, descriptor, nonce, _) in enumerate(cards):
-            if place != facts.rank and library.ds_shm_attach(self._handle, place, pid, start, descriptor, nonce):
-                self.why_not = f"the memory of rank {ranks[place]} cannot be opened here"
+        elif not several:
+            self._attach(pg, facts)
+        else:
+            assert isinstance(layout, HostLayout)
+            self._layout = layout
+            self._peers = PeersToBe(layout, token=cards[0][-2], timeout_s=facts.timeout_s)
+            self._give_block_back()
+            self._show_card(pg, facts, layout.place, layout.local)
+            self._next = self._attach
+
+    def _give_block_back(self) -> None:
+        """The one shown first was for a group on one host."""
+        handle, self._handle = self._handle, None
+        shm_channel.library().ds_shm_leave(handle)
+
+    def _attach(self, pg: Any, facts: GroupFacts) -> None:
+        """Map the blocks of the ranks on this host, and tell all how that, and connecting to other hosts, went."""
+        cards = [_CARD.unpack(bytes(card.tolist())) for card in self._cards]
+        self._cards = []
+        ranks, mine = self._on_this_host(cards, facts), self._own_place(facts)
+        names = self._on_this_host(_ranks_of(pg), facts)
+        for place, (_, _, pid, start, descriptor, nonce, _) in enumerate(ranks):
+            if self._handle is None or place == mine:
+                continue
+            if shm_channel.library().ds_shm_attach(self._handle, place, pid, start, descriptor, nonce):
+                self.why_not = f"the memory of rank {names[place]} cannot be opened here"
+        if self._peers is not None and (problem := self._peers.problem()):
+            self.why_not = self.why_not or problem
         own = torch.tensor([not self.why_not])
         self._status = [torch.empty_like(own) for _ in range(facts.size)]
         self._work = pg.allgather([self._status], [own])
+        self._next = self._conclude
 
-    def _conclude(self, facts: GroupFacts) -> Channel | None:
-        group = facts.ref() if facts.ref is not None else None
-        ranks = torch_dist.get_process_group_ranks(group)
+    def _on_this_host(self, of_all: Sequence[Any], facts: GroupFacts) -> Sequence[Any]:
+        layout = self._layout
+        return of_all if layout is None else of_all[layout.host * layout.local :][: layout.local]
+
+    def _own_place(self, facts: GroupFacts) -> int:
+        return facts.rank if self._layout is None else self._layout.place
+
+    def _conclude(self, pg: Any, facts: GroupFacts) -> AnyChannel | None:
+        ranks = _ranks_of(pg)
         failed = [rank for rank, status in zip(ranks, self._status, strict=True) if not bool(status)]
         if failed or self._handle is None:
-            self.why_not = self.why_not or f"rank {failed[0]} cannot open the memory of another"
+            others = "cannot open the memory of another" if self._layout is None else "cannot reach all of its peers"
+            self.why_not = self.why_not or f"rank {failed[0]} {others}"
             logger.warning(f"group {facts.name!r} uses gloo instead of shared memory: {self.why_not}")
             self._end(facts)
             return None
         handle, self._handle = self._handle, None
         shm_channel.library().ds_shm_close_fd(handle)
-        channel = Channel(handle, facts.rank, ranks, facts.timeout_s)
-        facts.link = channel
-        return channel
+        found: AnyChannel
+        found = local = Channel(handle, self._own_place(facts), self._on_this_host(ranks, facts), facts.timeout_s)
+        if self._layout is not None:
+            assert self._peers is not None
+            found = HostsChannel(self._layout, local, self._peers.take(), pg, facts.timeout_s)
+        facts.link = found
+        return found
 
     def _end(self, facts: GroupFacts) -> None:
         self.close()
         facts.link = Refused(self.why_not)
+
+
+def _ranks_of(pg: Any) -> list[int]:
+    return list(torch_dist.get_process_group_ranks(pg))
 
 
 class Refused:
@@ -211,11 +271,15 @@ class Refused:
 
     forget = close
 
+    def release_buffers(self) -> int:
+        """Nothing is kept."""
+        return 0
+
 
 _HOST = torch.device("cpu")
 
 
-def channel_of(facts: GroupFacts, tensor: torch.Tensor | None, name: str, what: What, nbytes: int) -> Channel | None:
+def channel_of(facts: GroupFacts, tensor: torch.Tensor | None, name: str, what: What, nbytes: int) -> AnyChannel | None:
     """The channel for a call on the group that is about to start, or None: then its backend carries it.
 
     All ranks of the group must ask before the same calls. `tensor`: one of the call's; None: it has none.
@@ -226,11 +290,11 @@ def channel_of(facts: GroupFacts, tensor: torch.Tensor | None, name: str, what: 
     if tensor is not None and not tensor.is_cpu:
         return None
     link = facts.link
-    if link.__class__ is Channel:
+    if link.__class__ is Channel or link.__class__ is HostsChannel:
         return link
     if link is None:
         link = facts.link = _first_link(facts)
-    found: Channel | None = link.advance(facts, name, what, nbytes)
+    found: AnyChannel | None = link.advance(facts, name, what, nbytes)
     return found
 
 
@@ -238,8 +302,6 @@ def _first_link(facts: GroupFacts) -> Meeting | Refused:
     """By facts that are the same on all ranks."""
     if not sys.platform.startswith("linux"):
         return Refused("it needs Linux")
-    if facts.size > MAX_RANKS:
-        return Refused(f"the group has more than {MAX_RANKS} ranks")
     if facts.size == 1:
         return Refused("the group has one rank")
     return Meeting() if facts.sums_locally(_HOST) else Refused("the group's backend for CPU tensors is not gloo")
@@ -248,8 +310,13 @@ def _first_link(facts: GroupFacts) -> Meeting | Refused:
 def in_background(works: tuple[Any, ...]) -> None:
     """The caller will not wait for these at once: they go on meanwhile."""
     for work in works:
-        if isinstance(work, shm_channel.ShmWork):
+        if isinstance(work, (shm_channel.ShmWork, RelayWork)):
             work.channel.background()
+
+
+def sums_in_order(facts: GroupFacts, tensor: torch.Tensor) -> bool:
+    """Whether every reduction of the tensor has an order of sums of ours by itself, and all ranks get equal bits."""
+    return tensor.is_cpu and facts.link.__class__ in (Channel, HostsChannel)
 
 
 def describe(group: Group | None = None) -> str:
@@ -257,6 +324,8 @@ def describe(group: Group | None = None) -> str:
     facts = facts_of(group)
     if facts.link.__class__ is Channel:
         return "shared memory"
+    if isinstance(facts.link, HostsChannel):
+        return f"shared memory in each of {facts.link.layout.hosts} hosts, gloo between them"
     if facts.size == 1:
         return "nothing: the group has one rank"
     if isinstance(facts.link, Refused):

@@ -219,7 +219,7 @@ def ensure_started() -> None:
             return
         if _watch is not None:
             _watch.signal_stop()
-        store = _private_store()
+        store = private_store(_STORE_TIMEOUT_S)
         if store is None:
             return
         rank, size = world.rank(), world.size()
@@ -318,7 +318,7 @@ def _why_unknown() -> str:
     return "nobody answered in time"
 
 
-def _private_store() -> Any | None:
+def private_store(timeout_s: float) -> Any | None:
     """The store of the default group through a connection of our own, or None where no process could answer."""
     store = torch_dist.distributed_c10d._get_default_store()
     if torch_dist.get_backend() == "fake":
@@ -330,7 +330,7 @@ def _private_store() -> Any | None:
     if isinstance(base, torch_dist.TCPStore) and hasattr(store, "clone"):
         store = store.clone()
         with contextlib.suppress(RuntimeError):
-            store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+            store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
