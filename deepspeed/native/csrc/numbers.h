@@ -42,10 +42,22 @@ inline uint16_t bf16_of(float value) {
   return uint16_t(value != value ? 0x7fc0u : rounded);
 }
 
-// The results in the upper half of each element, something else in the lower one. For finite numbers.
+// The results in the upper half of each element, something else in the lower one. For numbers, infinities, and NaN
+// whose lower half is 0, as are all that come of bf16 and of 0/0: of others a carry would make something else.
 inline Bits bf16_above(Vec value) {
   const Bits bits = (Bits)value;
   return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+// The results of `even` in the lower half of each element, those of `odd` in the upper one; as for bf16_above.
+inline Bits bf16_pairs(Vec even, Vec odd) {
+  const Bits below = bf16_above(even) >> 16, above = bf16_above(odd);
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
+  typedef short Words __attribute__((vector_size(32)));
+  return (Bits)__builtin_ia32_pblendw256((Words)below, (Words)above, 0xaa);
+#else
+  return below | (above & 0xffff0000u);
+#endif
 }
 
 // The results in the lower half of each element.

@@ -81,9 +81,14 @@ void for_each_range(const Job& job, int64_t begin_unit, int64_t end_unit, Visit 
 
 // ---- updates
 
+// One NaN for all there are: bf16_above counts on its lower bits.
+double number(double given) { return given == given ? given : double(__builtin_nanf("")); }
+
 template <class Rule>
 void update_range(const Row& row, const double* numbers_of_rule, float scale, int64_t begin, int64_t end) {
-  const Rule rule(numbers_of_rule);
+  double numbers[RULE_DOUBLES];
+  for (int k = 0; k < RULE_DOUBLES; ++k) numbers[k] = number(numbers_of_rule[k]);
+  const Rule rule(numbers);
   runs::Run run{};
   run.scale = scale;
   run.count = row.numel;
@@ -107,7 +112,7 @@ void update_units(void* context, int64_t begin, int64_t end) {
 
 template <class Rule>
 void update_all(int64_t* table, int64_t count, const double* rules, double scale, int64_t threads) {
-  Job job{reinterpret_cast<Row*>(table), count, rules, float(scale), nullptr};
+  Job job{reinterpret_cast<Row*>(table), count, rules, float(number(scale)), nullptr};
   pool::run(number_units(job.rows, count), GRAIN, threads, update_units<Rule>, &job);
 }
 

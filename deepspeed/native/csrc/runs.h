@@ -1,7 +1,7 @@
 // A rule applied to a run of elements of one tensor, its gradient, its states and its copy.
 //
 // Owns: which mixtures of dtypes have a loop of their own, with conversions in registers, and which go by way of fp32
-// scratch; vectors first, then the elements beyond the last whole vector.
+// scratch; what a loop does at the same time; vectors first, then the elements beyond the last whole vector.
 // Invariant: the numbers do not depend on the way.
 #pragma once
 
@@ -55,83 +55,113 @@ inline int mixture_of(const Run& run, int states) {
   return mixture(run.kind[PARAM], run.kind[GRAD], run.kind[STATE], out);
 }
 
-// Not inlined: loops are long, and one copy of each keeps compiling fast.
-template <class F, class Step, int MIXTURE>
-__attribute__((noinline)) void loop(const Step& given, const Run& whole) {
+// Not inlined: loops are long, and one copy of each keeps compiling fast. This one: fp32, any form, vectors or floats.
+template <class F, class Step>
+__attribute__((noinline)) void loop_f32(const Step& given, const Run& whole) {
   const Step step = given;  // bytes written through the addresses below may be anything but a local copy
-  constexpr int param = MIXTURE & 15, grad = MIXTURE >> 4 & 15, kind = MIXTURE >> 8 & 15, out = MIXTURE >> 12;
-  const F scale = rules::all<F>(whole.scale);
-  // The general form of Adam has room for a state that not every row has.
-  const int states = Step::states - (Step::last_is_optional && whole.at[STATE + Step::states - 1] == nullptr);
   const Run run = whole;
+  const F scale = rules::all<F>(run.scale);
+  // The general form of Adam has room for a state that not every row has.
+  const int states = Step::states - (Step::last_is_optional && run.at[STATE + Step::states - 1] == nullptr);
   for (int64_t i = 0; i < run.count; i += numbers::count_of<F>()) {
-    F state[Step::states], value = fetch<param, F>(run.at[PARAM], i);
+    F state[Step::states], param = fetch<F32, F>(run.at[PARAM], i), squared{};
 #pragma GCC unroll 4
-    for (int s = 0; s < Step::states; ++s) state[s] = s < states ? fetch<kind, F>(run.at[STATE + s], i) : F{};
-    step.template run<false>(value, fetch<grad, F>(run.at[GRAD], i) * scale, state);
+    for (int s = 0; s < Step::states; ++s) state[s] = s < states ? fetch<F32, F>(run.at[STATE + s], i) : F{};
+    const F carried = step.first(param, fetch<F32, F>(run.at[GRAD], i) * scale, state, squared);
 #pragma GCC unroll 4
     for (int s = 0; s < Step::states; ++s)
-      if (s < states) put<kind>(run.at[STATE + s], i, state[s]);
-    put<param>(run.at[PARAM], i, value);
-    if (out != NONE) put<out>(run.at[OUT], i, value);
+      if (s < states) put<F32>(run.at[STATE + s], i, state[s]);
+    put<F32>(run.at[PARAM], i, step.last(param, carried, step.denominator(squared)));
   }
 }
 
-// Two vectors of bf16 numbers in the halves of one vector of bits, so that nothing has to be shuffled.
-template <class Step>
-struct Halves {
-  static constexpr int places = 2 + Step::states;
-  Bits packed[places];
+// Two vectors of numbers that lie side by side in memory. HALVES: of bf16 numbers, one vector has those at even places
+// and the other those at odd ones, so that nothing has to be shuffled.
+template <int KIND, bool HALVES>
+struct Two {
+  Vec a, b;
 
-  // The numbers after the update, of the upper or the lower halves.
-  template <bool FINITE>
-  inline void update(const Step& step, bool upper, Vec scale, Vec* value) const {
-#pragma GCC unroll 8
-    for (int place = 0; place < places; ++place)
-      value[place] = (Vec)(upper ? packed[place] & 0xffff0000u : packed[place] << 16);
-    step.template run<FINITE>(value[PARAM], value[GRAD] * scale, value + STATE);
+  static inline Two fetched(const char* base, int64_t i) {
+    if constexpr (HALVES) {
+      const Bits packed = vectors::load<Bits>(base + 2 * i);
+      return {(Vec)(packed << 16), (Vec)(packed & 0xffff0000u)};
+    } else {
+      return {fetch<KIND, Vec>(base, i), fetch<KIND, Vec>(base, i + LANES)};
+    }
+  }
+  inline void store(char* base, int64_t i) const {
+    if constexpr (HALVES) {
+      vectors::store(base + 2 * i, numbers::bf16_pairs(a, b));
+    } else {
+      put<KIND>(base, i, a);
+      put<KIND>(base, i + LANES, b);
+    }
   }
 };
 
-// Rare, and so not part of the loop: with infinities or NaN.
-template <class Step>
-__attribute__((noinline)) void careful_halves(const Step& step, const Run& run, int64_t i) {
-  Halves<Step> halves;
-  Vec lower[halves.places], upper[halves.places];
-  for (int place = 0; place < halves.places; ++place) halves.packed[place] = vectors::load<Bits>(run.at[place] + 2 * i);
-  halves.template update<false>(step, false, rules::all<Vec>(run.scale), lower);
-  halves.template update<false>(step, true, rules::all<Vec>(run.scale), upper);
-  for (int place = 0; place < halves.places; ++place)
-    if (place != GRAD)
-      vectors::store(run.at[place] + 2 * i, numbers::bf16_bits(lower[place]) | numbers::bf16_bits(upper[place]) << 16);
-}
+constexpr int64_t TURN = 2 * LANES;  // elements
+// Memory is asked for this many bytes of each tensor ahead. The processor asks by itself, but stops at ends of pages
+// and does not see far ahead while square roots and quotients are under way.
+constexpr int64_t AHEAD = 384;
 
-// All bf16.
-template <class Step>
-__attribute__((noinline)) void loop_in_halves(const Step& given, const Run& whole) {
+// What waits between the parts of a rule, for some turns.
+template <bool DIVIDES>
+struct Waiting {
+  static constexpr int64_t TURNS = 2;               // from one part to the next
+  static constexpr int64_t VECTORS = 8, SLOTS = 8;  // powers of two
+  static_assert(SLOTS > 2 * TURNS && VECTORS >= 6, "every turn under way has a slot");
+  alignas(64) Vec vectors[SLOTS * VECTORS];
+  inline Vec* of(int64_t i) { return vectors + ((i / TURN * VECTORS) & (SLOTS * VECTORS - 1)); }
+};
+template <>
+struct Waiting<false> {
+  static constexpr int64_t TURNS = 0;
+  Vec vectors[6];
+  inline Vec* of(int64_t) { return vectors; }
+};
+
+// Whole turns, of given kinds. From a gradient to its parameter it is a chain of 80 cycles, while a processor has no more
+// than two turns under way; so the parts of a rule are done some turns apart, beside other parts of other turns.
+template <class Step, int MIXTURE>
+__attribute__((noinline)) void loop(const Step& given, const Run& whole) {
+  constexpr int param = MIXTURE & 15, grad = MIXTURE >> 4 & 15, kind = MIXTURE >> 8 & 15, out = MIXTURE >> 12;
+  constexpr bool halves = MIXTURE == ALL_BF16;
   const Step step = given;
   const Run run = whole;
   const Vec scale = rules::all<Vec>(run.scale);
-  Halves<Step> halves;
-  constexpr int places = halves.places;
-  for (int64_t i = 0; i < run.count; i += 2 * LANES) {
-#pragma GCC unroll 8
-    for (int place = 0; place < places; ++place) halves.packed[place] = vectors::load<Bits>(run.at[place] + 2 * i);
-    Vec lower[places], upper[places];
-    halves.template update<true>(step, false, scale, lower);
-    halves.template update<true>(step, true, scale, upper);
-    Vec sum = lower[PARAM] + upper[PARAM];
-#pragma GCC unroll 8
-    for (int place = STATE; place < places; ++place) sum = sum + (lower[place] + upper[place]);
-    if (__builtin_expect(!vectors::all_finite(sum), 0)) {
-      careful_halves(given, whole, i);
-      continue;
+  Waiting<Step::divides> waiting;
+  constexpr int64_t wait = waiting.TURNS * TURN;
+  for (int64_t i = 0; i < run.count + 2 * wait; i += TURN) {
+    if (i < run.count) {
+      const auto value = Two<param, halves>::fetched(run.at[PARAM], i);
+      const auto gradient = Two<grad, halves>::fetched(run.at[GRAD], i);
+      Vec a[Step::states], b[Step::states], *const slot = waiting.of(i);
+#pragma GCC unroll 4
+      for (int s = 0; s < Step::states; ++s) {
+        const auto state = Two<kind, halves>::fetched(run.at[STATE + s], i);
+        __builtin_prefetch(run.at[STATE + s] + i * width(kind) + AHEAD);
+        a[s] = state.a;
+        b[s] = state.b;
+      }
+      __builtin_prefetch(run.at[PARAM] + i * width(param) + AHEAD);
+      __builtin_prefetch(run.at[GRAD] + i * width(grad) + AHEAD);
+      slot[0] = step.first(value.a, gradient.a * scale, a, slot[2]);
+      slot[1] = step.first(value.b, gradient.b * scale, b, slot[3]);
+#pragma GCC unroll 4
+      for (int s = 0; s < Step::states; ++s) Two<kind, halves>{a[s], b[s]}.store(run.at[STATE + s], i);
     }
-#pragma GCC unroll 8
-    for (int place = 0; place < places; ++place) {
-      if (place == GRAD) continue;
-      const Bits below = numbers::bf16_above(lower[place]) >> 16, above = numbers::bf16_above(upper[place]);
-      vectors::store(run.at[place] + 2 * i, below | (above & 0xffff0000u));
+    if (Step::divides && i >= wait && i - wait < run.count) {
+      Vec* const slot = waiting.of(i - wait);
+      slot[4] = step.denominator(slot[2]);
+      slot[5] = step.denominator(slot[3]);
+    }
+    if (const int64_t k = i - 2 * wait; k >= 0) {
+      Vec* const slot = waiting.of(k);
+      auto value = Two<param, halves>::fetched(run.at[PARAM], k);
+      value.a = step.last(value.a, slot[0], slot[4]);
+      value.b = step.last(value.b, slot[1], slot[5]);
+      value.store(run.at[PARAM], k);
+      if constexpr (out != NONE) Two<out, false>{value.a, value.b}.store(run.at[OUT], k);
     }
   }
 }
@@ -144,13 +174,13 @@ struct InOneForm {
 
   template <int FORM>
   void of() const {
-    const typename Rule::template Step<Vec, FORM> step(rule);
     using Step = typename Rule::template Step<Vec, FORM>;
+    const Step step(rule);
     switch (mixture) {
-      case ALL_F32: return loop<Vec, Step, ALL_F32>(step, run);
-      case ALL_BF16: return loop_in_halves(step, run);
-      case runs::mixture(F32, BF16, F32, BF16): return loop<Vec, Step, runs::mixture(F32, BF16, F32, BF16)>(step, run);
-      case runs::mixture(F32, F32, F32, BF16): return loop<Vec, Step, runs::mixture(F32, F32, F32, BF16)>(step, run);
+      case ALL_F32: return loop<Step, ALL_F32>(step, run);
+      case ALL_BF16: return loop<Step, ALL_BF16>(step, run);
+      case runs::mixture(F32, BF16, F32, BF16): return loop<Step, runs::mixture(F32, BF16, F32, BF16)>(step, run);
+      case runs::mixture(F32, F32, F32, BF16): return loop<Step, runs::mixture(F32, F32, F32, BF16)>(step, run);
     }
   }
 };
@@ -160,22 +190,20 @@ inline bool has_loop(int mixture) {
          mixture == runs::mixture(F32, F32, F32, BF16);
 }
 
-// fp32 throughout; any count.
+// fp32 throughout; any count. lanes: elements that torch's kernel takes at a time.
 template <class Rule>
 void apply_f32(const Rule& rule, const Run& run, int64_t lanes) {
-  Run vectors = run;
+  Run turns = run, vectors = run;
+  turns.count = rule.form == GENERAL ? 0 : run.count - run.count % TURN;
   vectors.count = run.count - run.count % lanes;
-  if (vectors.count) {
-    if (rule.form != GENERAL) {
-      rule.with_form(InOneForm<Rule>{rule, vectors, ALL_F32});
-    } else {
-      using Step = typename Rule::template Step<Vec, GENERAL>;
-      loop<Vec, Step, ALL_F32>(Step(rule), vectors);
-    }
+  if (turns.count) rule.with_form(InOneForm<Rule>{rule, turns, ALL_F32});
+  if (turns.count < vectors.count) {
+    using Step = typename Rule::template Step<Vec, GENERAL>;
+    loop_f32<Vec>(Step(rule), vectors.from(turns.count));
   }
   if (vectors.count < run.count) {
     using Step = typename Rule::template Step<float, GENERAL>;
-    loop<float, Step, ALL_F32>(Step(rule), run.from(vectors.count));
+    loop_f32<float>(Step(rule), run.from(vectors.count));
   }
 }
 
@@ -214,10 +242,10 @@ void apply(const Rule& rule, const Run& run) {
   const int64_t lanes = low ? 2 * LANES : LANES;
   if (mixture == ALL_F32) return apply_f32(rule, run, lanes);
   if (rule.form == GENERAL || !has_loop(mixture)) return apply_staged(rule, run, lanes);
-  Run vectors = run;
-  vectors.count = run.count - run.count % lanes;
-  rule.with_form(InOneForm<Rule>{rule, vectors, mixture});
-  if (vectors.count < run.count) apply_staged(rule, run.from(vectors.count), lanes);
+  Run turns = run;
+  turns.count = run.count - run.count % TURN;
+  if (turns.count) rule.with_form(InOneForm<Rule>{rule, turns, mixture});
+  if (turns.count < run.count) apply_staged(rule, run.from(turns.count), lanes);
 }
 
 }  // namespace runs

@@ -8,9 +8,10 @@
 // Compiled with -ffp-contract=off: a multiplication and an addition are one operation only where it is written so.
 //
 // A rule holds the numbers of a step, made from eight doubles (the order is that of the Python classes). Step<F, FORM>
-// is one form of it in registers: `run<FINITE>(param, grad, states)`, where FINITE promises that results which
-// are not finite will not be used. Forms are compiled on their own where they are
-// common; GENERAL decides at run time and serves the others, and all tails.
+// is one form of it in registers, in three parts that a loop may do at different times: `first` changes the states and
+// returns what `last` is to be given, `denominator` has the long operations (nothing, where not `divides`), `last`
+// returns the new parameter. Forms are compiled on their own where they are common; GENERAL decides at run time and
+// serves the others, and all tails.
 #pragma once
 
 #include "vectors.h"
@@ -45,11 +46,12 @@ inline F lerp(F start, F end, F coefficient, bool small) {
   return multiply_add(coefficient, end - start, small ? start : end);
 }
 
-// Correctly rounded division of a square root by a constant b, 0 < b <= 1, in four operations beside the divider.
+// Correctly rounded division of a square root by a constant b, 0 < b <= 1, in five operations beside the divider.
 // With y = 1/b rounded and y + z closer to it, a * y + (a * z) is within one unit in the last place of a / b; then the
 // remainder a - q * b is exact, and q + remainder * y is a / b rounded (Markstein, "Computation of elementary functions
 // on the IBM RISC System/6000 processor", 1990, theorem 8). Square roots are 0 or between 2^-75 and 2^64, so nothing
-// here is subnormal or overflows; infinity and NaN are their own quotients.
+// here is subnormal or overflows. Infinity and NaN are their own quotients, while the formula makes NaN of both; a
+// quotient is never smaller than `a`, so that the last operation changes nothing else.
 template <class F>
 struct Divisor {
   F b, y, z;
@@ -59,14 +61,10 @@ struct Divisor {
     y = all<F>(float(exact));
     z = all<F>(float(exact - double(float(exact))));
   }
-  // FINITE: the caller knows that `a` is, or does not use the result.
-  template <bool FINITE>
   inline F under(F a) const {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     const F near = multiply_add(a, y, a * z);
-    const F exact = multiply_add(multiply_add(-near, b, a), y, near);
-    if (FINITE) return exact;
-    return a < all<F>(__builtin_inff()) ? exact : a;
+    return larger(multiply_add(multiply_add(-near, b, a), y, near), a);
 #else
     return a / b;
 #endif
@@ -99,7 +97,7 @@ struct Adam {
 
   template <class F, int FORM>
   struct Step {
-    static constexpr bool last_is_optional = FORM == GENERAL;
+    static constexpr bool divides = true, last_is_optional = FORM == GENERAL;
     static constexpr int states = last_is_optional ? 3 : 2;
     F weight, b2, c2, e, s, d;
     Divisor<F> bias;
@@ -111,24 +109,25 @@ struct Adam {
           s(all<F>(a.minus_step_size)), d(all<F>(a.decay)), bias(a.bias2_sqrt), decay_form(a.decay_form),
           small(a.average.small), amsgrad(a.amsgrad) {}
 
-    template <bool FINITE>
-    inline void run(F& param, F grad, F* state) const {
-      const int form = FORM == GENERAL ? decay_form : FORM;
-      F g = grad, w = param;
-      if (form == L2) g = multiply_add(w, d, g);
-      if (form == SHRINK) w = w * d;
+    inline F first(F param, F grad, F* state, F& squared) const {
+      const F g = (FORM == GENERAL ? decay_form : FORM) == L2 ? multiply_add(param, d, grad) : grad;
       const F mean = lerp(state[0], g, weight, FORM == GENERAL ? small : true), before = state[1];
-      F square = is_vector<F> ? multiply_add(c2 * g, g, b2 * before) : multiply_add(b2, before, c2 * g * g);
+      const F square = is_vector<F> ? multiply_add(c2 * g, g, b2 * before) : multiply_add(b2, before, c2 * g * g);
       state[0] = mean;
-      state[1] = square;
+      state[1] = squared = square;
       if constexpr (FORM == GENERAL) {
         // The vector form keeps a NaN of either side, the scalar form that of the maximum alone.
         const F larger = state[2] < square ? square : state[2];
         const F most = !is_vector<F> ? larger : square != square ? square : larger;
-        square = amsgrad ? most : square;
+        if (amsgrad) squared = most;
         state[2] = most;
       }
-      param = w + s * mean / (bias.template under<FINITE>(square_root(square)) + e);
+      return mean;
+    }
+    inline F denominator(F squared) const { return bias.under(square_root(squared)) + e; }
+    inline F last(F param, F mean, F denominator) const {
+      const F w = (FORM == GENERAL ? decay_form : FORM) == SHRINK ? param * d : param;
+      return w + s * mean / denominator;
     }
   };
 
@@ -151,19 +150,20 @@ struct Adagrad {
 
   template <class F, int FORM>
   struct Step {
-    static constexpr bool last_is_optional = false;
+    static constexpr bool divides = true, last_is_optional = false;
     static constexpr int states = 1;
     F r, e, d;
     int form;
 
     explicit Step(const Adagrad& a) : r(all<F>(a.rate)), e(all<F>(a.eps)), d(all<F>(a.decay)), form(a.form) {}
 
-    template <bool>
-    inline void run(F& param, F grad, F* state) const {
+    inline F first(F param, F grad, F* state, F& squared) const {
       const F g = (FORM == GENERAL ? form : FORM) == DECAY ? multiply_add(param, d, grad) : grad;
-      state[0] = multiply_add(g, g, state[0]);
-      param = param - r * g / (square_root(state[0]) + e);
+      state[0] = squared = multiply_add(g, g, state[0]);
+      return r * g;
     }
+    inline F denominator(F squared) const { return square_root(squared) + e; }
+    inline F last(F param, F change, F denominator) const { return param - change / denominator; }
   };
 
   template <class Visit>
@@ -186,7 +186,7 @@ struct Lion {
 
   template <class F, int FORM>
   struct Step {
-    static constexpr bool last_is_optional = false;
+    static constexpr bool divides = false, last_is_optional = false;
     static constexpr int states = 1;
     F aim, average, r, k;
     bool small_aim, small_average;
@@ -195,12 +195,16 @@ struct Lion {
         : aim(all<F>(l.direction.coefficient)), average(all<F>(l.momentum.coefficient)), r(all<F>(l.rate)),
           k(all<F>(l.kept)), small_aim(l.direction.small), small_average(l.momentum.small) {}
 
-    template <bool>
-    inline void run(F& param, F grad, F* state) const {
-      const F none = all<F>(0.0f), towards = lerp(state[0], grad, aim, FORM == COMMON || small_aim);
-      // The sign of 0 and of NaN is 0. Multiplying by 1 changes nothing, so there is no form without decay.
-      param = param * k - ((towards > none ? r : none) - (towards < none ? r : none));
+    inline F first(F, F grad, F* state, F&) const {
+      const F towards = lerp(state[0], grad, aim, FORM == COMMON || small_aim);
       state[0] = lerp(state[0], grad, average, FORM == COMMON || small_average);
+      return towards;
+    }
+    inline F denominator(F none) const { return none; }
+    inline F last(F param, F towards, F) const {
+      // The sign of 0 and of NaN is 0. Multiplying by 1 changes nothing, so there is no form without decay.
+      const F none = all<F>(0.0f);
+      return param * k - ((towards > none ? r : none) - (towards < none ? r : none));
     }
   };
 

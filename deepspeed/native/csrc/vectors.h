@@ -59,16 +59,14 @@ inline Vec square_root(Vec value) {
 #endif
 }
 
-// Whether every element is finite. A sum may be given for several values: it is not finite if one of them is not.
-inline bool all_finite(Vec value) {
-  const Vec zero_or_nan = value - value;
-  const Bits is_nan = (Bits)(zero_or_nan != zero_or_nan);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  return __builtin_ia32_movmskps256((Vec)is_nan) == 0;
+// a > b ? a : b, and so `b` where either is NaN: one instruction on x86.
+inline float larger(float a, float b) { return a > b ? a : b; }
+
+inline Vec larger(Vec a, Vec b) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
+  return __builtin_ia32_maxps256(a, b);
 #else
-  uint32_t any = 0;
-  for (int64_t k = 0; k < LANES; ++k) any |= is_nan[k];
-  return any == 0;
+  return a > b ? a : b;
 #endif
 }
 
