@@ -166,6 +166,20 @@ class Tangents(nn.Module):
         return pair[0] + pair[1]
 
 
+class Derivatives(nn.Module):
+    """Reverse-mode derivatives inside of forward, with respect to the input and to weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = layers(), nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, pull = torch.func.vjp(self.layers, x)
+        slope = torch.func.jacrev(lambda y: self.scale(y).tanh().sum())(x)
+        by_weight = torch.func.grad(lambda weight: (x @ weight.t()).pow(2).mean())(self.scale.weight)
+        return out + pull(torch.ones_like(out))[0][:, :3] + slope[:, :3] + by_weight[:, :3]
+
+
 HABITS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], None]]] = {
     "data written in forward": (StartsInForward, nothing),
     "data scaled by a hook": (shrunk_by_hook, nothing),
@@ -174,6 +188,7 @@ HABITS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], None]]]
     "inference mode between steps": (layers, infer),
     "gradients per sample": (layers, per_sample_gradients),
     "tangents": (Tangents, nothing),
+    "derivatives": (Derivatives, nothing),
 }
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._autograd import _saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 from deepspeed.comm.holders import held_elsewhere, until_let_go
 from deepspeed.runtime.zero.apart import in_transform
@@ -83,11 +84,12 @@ class ParamGatherer:
 
     def fetch(self, block: ParamBlock) -> None:
         """Bind the parameters of ``block`` to their values. Collective unless they are here."""
-        if block is self._current and block.bound:
+        noted = _saved_tensors_hooks_is_enabled()  # not in torch.func.grad and its like
+        if block is self._current and block.bound and (noted or block.held):
             return
         self.fetch_buffer(block)
         block.bind()
-        if not self.tracked and torch.is_grad_enabled():
+        if not (self.tracked and noted) and torch.is_grad_enabled():
             self._hold(block)
 
     def fetch_many(self, blocks: Sequence[ParamBlock]) -> None:

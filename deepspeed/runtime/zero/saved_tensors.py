@@ -10,6 +10,9 @@ it; they then hold values or recompute, which is right too. What autograd gives 
 itself, which loses its values when its block is released; torch's checkpoint keeps a frozen one as it is. So hooks that
 are entered inside get an alias in its place: another parameter that holds on to the buffer.
 
+The gradient transforms of ``torch.func`` refuse to start where there are any such hooks. For those within a forward
+ours are put aside meanwhile; the graphs made inside hold values.
+
 A function that saved a parameter itself finds in backward a tensor that torch has made: the values, none of the
 parameter's attributes. Such functions ask for ``ds_status`` before they gather: every tensor in a full buffer has it.
 """
@@ -24,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from deepspeed.runtime.zero.historical_params import ZeroParamStatus
@@ -106,6 +110,28 @@ def _with_aliases(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor
     return with_aliases
 
 
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+    """Inside, the innermost hooks are a user's or none."""
+    hooks, count = torch._C._autograd, 0
+    while (top := hooks._top_saved_tensors_default_hooks(False)) is not None and top[0] is _pack:
+        hooks._pop_saved_tensors_default_hooks()
+        count += 1
+    try:
+        yield
+    finally:
+        for _ in range(count):
+            hooks._push_saved_tensors_default_hooks(_pack, _unpack)
+
+
+@contextlib.contextmanager
+def _disable_all_but_notes(error_message: str) -> Iterator[None]:
+    """``disable_saved_tensors_hooks`` while a forward runs: ``torch.func.grad``, ``vjp``, ``jacrev`` begin with it."""
+    with _without_notes(), _disable(error_message):
+        yield
+
+
+_disable = graph.disable_saved_tensors_hooks
 _enter = saved_tensors_hooks.__enter__
 _lock = threading.Lock()
 _scopes = 0  # keep_sharded contexts under way, in any thread
@@ -123,6 +149,7 @@ def _count(scopes: int) -> None:
     with _lock:
         _scopes += scopes
         saved_tensors_hooks.__enter__ = _enter_with_aliases if _scopes else _enter  # type: ignore[method-assign]
+        graph.disable_saved_tensors_hooks = _disable_all_but_notes if _scopes else _disable
 
 
 @contextlib.contextmanager
