@@ -1,6 +1,6 @@
 """Saving and loading on 2 ranks: how long training stands still, how fast the disk is used, how many bytes are read.
 
-    python benchmarks/checkpoint_save.py [--mib 512] [--rounds 3] [--folder DIR] [--json FILE]
+    python benchmarks/checkpoint_save.py [--mib 512] [--rounds 3] [--compute 0] [--folder DIR] [--json FILE]
 
 Owns: the comparison and the verdict; ``checkpoint_save_worker.py`` measures. Background saves are compared with
 ``torch.distributed.checkpoint.async_save`` of the same tensors, durable saves with ``torch.save`` + fsync of the same
@@ -66,12 +66,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512, help="optimizer state per rank")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds of a step that a device would compute")
     parser.add_argument("--folder", type=Path, help="where to save (default: the system's folder for temporary files)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     worker = Path(__file__).with_name("checkpoint_save_worker.py")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results = alternate(worker, 2, [folder, str(options.mib), str(options.rounds)], 1)
+        results = alternate(worker, 2, [folder, str(options.mib), str(options.rounds), str(options.compute)], 1)
     rows = verdicts(results)
     for figure, reached, enough in rows:
         print(f"{figure:34} {reached:40} {'' if enough else 'missed'}")

@@ -1,8 +1,9 @@
 """One rank of ``checkpoint_save.py``: times saving and loading, under this package or under a peer's interpreter.
 
-    checkpoint_save_worker.py FOLDER MIB ROUNDS
+    checkpoint_save_worker.py FOLDER MIB ROUNDS COMPUTE
 
-A bf16 model at stage 2 whose masters and moments are MIB per rank. Prints one JSON object on rank 0: seconds of the
+A bf16 model at stage 2 whose masters and moments are MIB per rank. COMPUTE: seconds of each step in which a device
+would run forward and backward, and this process sleeps. Prints one JSON object on rank 0: seconds of the
 slowest rank each. What only this package and torch can do (background saves) is left out under a peer.
 """
 
@@ -46,7 +47,8 @@ def make(mib: int, world: int, **config: Any) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
 
 
-def step(engine: Any) -> None:
+def step(engine: Any, compute_s: float = 0.0) -> None:
+    time.sleep(compute_s)
     x = torch.randn(ROWS, 1024, dtype=torch.bfloat16, device=engine.device)
     engine.backward(engine(x).float().square().mean())
     engine.step()
@@ -74,7 +76,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def background_saves(folder: Path, mib: int, rounds: int) -> dict[str, Any]:
+def background_saves(folder: Path, mib: int, rounds: int, compute_s: float) -> dict[str, Any]:
     """How long training stands still for a background save, and its next step: this package and torch."""
     import torch.distributed.checkpoint as dcp
 
@@ -84,10 +86,10 @@ def background_saves(folder: Path, mib: int, rounds: int) -> dict[str, Any]:
     for _ in range(3):
         step(engine)
     for number in range(rounds):
-        result["step"] += [slowest(lambda: step(engine)) for _ in range(2)]
+        result["step"] += [slowest(lambda: step(engine, compute_s)) for _ in range(2)]
         tag = f"{number % 2}"
         result["stall"].append(slowest(lambda tag=tag: engine.save_checkpoint(folder / "ours", tag=tag)))
-        result["next"].append(slowest(lambda: step(engine)))
+        result["next"].append(slowest(lambda: step(engine, compute_s)))
         engine.checkpoint.background.wait()
         pending: list[Any] = []
         target = folder / "torch" / str(number)
@@ -96,7 +98,7 @@ def background_saves(folder: Path, mib: int, rounds: int) -> dict[str, Any]:
             pending.append(dcp.async_save(state_of(engine), checkpoint_id=target, process_group=group))
 
         result["torch_stall"].append(slowest(torch_save))
-        result["torch_next"].append(slowest(lambda: step(engine)))
+        result["torch_next"].append(slowest(lambda: step(engine, compute_s)))
         pending[0].result()
         remove(target)
     engine.destroy()
@@ -167,13 +169,13 @@ def durable_saves(folder: Path, mib: int, rounds: int, ours: bool) -> dict[str, 
 
 
 def main() -> None:
-    folder, mib, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, mib, rounds, compute_s = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     ours = Path(deepspeed.__file__).resolve().is_relative_to(Path(__file__).resolve().parent.parent)
     result = durable_saves(folder, mib, rounds, ours)
     if ours:
-        result |= background_saves(folder, mib, rounds)
+        result |= background_saves(folder, mib, rounds, compute_s)
     remove(folder)
     if dist.get_rank() == 0:
         shown = {key: value if not isinstance(value, list) else [round(one, 4) for one in value] for key, value in
