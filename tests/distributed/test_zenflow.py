@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,59 @@ def _failure() -> None:
 
 def test_a_failure_of_the_thread_comes_out_of_the_next_step(pool) -> None:
     pool.run(1, _failure)
+
+
+def _failure_of_one(late: bool, folder: str) -> list[str]:
+    """Rank 1 fails in its thread: at the next boundary (`late`: where it lands after one) all say so, and go on."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    rank = dist.get_rank()
+
+    def fail(self: Any, rows: Any, scale: float) -> None:
+        if late:
+            time.sleep(0.5)
+        raise OSError("no memory today")
+
+    engine = start(2, {**STEP, "update_interval": 2 if late else 1, "overlap_step": True})
+    train(engine, 0, 4)
+    engine.save_checkpoint(folder, tag="before")
+    found = []
+    plain = DeepSpeedCPUAdam.update_from
+    if rank == 1:
+        DeepSpeedCPUAdam.update_from = fail
+    try:
+        for index in range(4, 12):
+            backward(engine, index)
+            try:
+                engine.step()
+            except RuntimeError as error:
+                found += [f"{type(error).__name__} in step {index}: {error}", repr(error.__cause__)]
+                break
+        with pytest.raises(RuntimeError, match="no memory today"):
+            engine.step()  # for good
+    finally:
+        DeepSpeedCPUAdam.update_from = plain
+    with pytest.raises(RuntimeError, match=r"rank 1: .*no memory today"):
+        engine.save_checkpoint(folder, tag="after")
+    engine.load_checkpoint(folder, tag="before")
+    train(engine, 4, 8)
+    after = weights(engine)
+    engine.destroy()
+    engine = start(2, {**STEP, "update_interval": 2 if late else 1, "overlap_step": True})
+    engine.load_checkpoint(folder, tag="before")
+    train(engine, 4, 8)
+    assert all(torch.equal(one, other) for one, other in zip(after, weights(engine), strict=True))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("late", (False, True))
+def test_a_failure_of_one_rank_is_told_by_all_at_the_next_boundary(pool, tmp_path: Path, late: bool) -> None:
+    (first, no_cause), (second, cause) = pool.run(2, _failure_of_one, late, str(tmp_path))
+    assert first == second
+    assert "RankFailed in step " in first
+    assert "has failed on rank 1: OSError: no memory today" in first
+    assert (no_cause, cause) == ("None", "OSError('no memory today')")
 
 
 def _given_up_in_flight() -> None:

@@ -12,7 +12,7 @@ and ranks that have drifted apart stop before they touch a weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from deepspeed.native.build import NativeUnavailable
 from deepspeed.ops import native_kernels
 from deepspeed.runtime.zero.bucket import Workspace
 from deepspeed.runtime.zero.local_grads import Reducer
+from deepspeed.runtime.zero.rank_failures import raise_everywhere
 from deepspeed.runtime.zero.shard_group import ShardGroup
 
 _NORM_PART = 1 << 17  # elements: half a megabyte in fp32, inside the second-level cache
@@ -128,20 +129,37 @@ def _norm_of_cast(grad: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def boundary_facts(reducer: Reducer, workspace: Workspace, *, want_norm: bool) -> BoundaryFacts:
-    """What all ranks agree on before an update. Collective over the reducer's group; raises :class:`RanksDiverged`.
+def boundary_facts(
+    reducer: Reducer,
+    workspace: Workspace,
+    *,
+    want_norm: bool,
+    failure: Callable[[], BaseException | None] | None = None,
+) -> BoundaryFacts:
+    """What all ranks agree on before an update. Collective over the reducer's group.
 
-    Call it with every bucket landed: ``workspace`` serves as scratch.
+    Call it with every bucket landed: ``workspace`` serves as scratch. ``failure``: what has gone wrong beside training
+    on this rank, if anything; given on all ranks or on none.
+
+    Raises:
+        RanksDiverged: ranks have another number of backward passes.
+        RankFailed: ``failure`` has found something on some rank. Both on all ranks alike.
     """
+    error = failure() if failure is not None else None
     groups = reducer.groups
     total = sum_of_squares(groups, workspace) if want_norm else None
     if reducer.world == 1:
+        if error is not None:
+            raise error
         norm = math.sqrt(float(total)) if total is not None else 0.0
         return BoundaryFacts(norm, [bytes(flags) for flags in reducer.touched], reducer.left_overs() > 0)
     sharded = any(group.sharded for group in groups)
     flags = [float(flag) for marks in reducer.touched for flag in marks]
     calls = reducer.launched
-    vector = torch.tensor([0.0, float(reducer.left_overs()), calls, calls * calls, *flags], dtype=torch.float64)
+    failed = [] if failure is None else [float(error is not None)]
+    vector = torch.tensor(
+        [0.0, float(reducer.left_overs()), calls, calls * calls, *flags, *failed], dtype=torch.float64
+    )
     device = groups[0].device if groups else torch.device("cpu")
     vector = vector.to(device)
     if total is not None:
@@ -150,6 +168,8 @@ def boundary_facts(reducer: Reducer, workspace: Workspace, *, want_norm: bool) -
         vector[0] = total / (reducer.replicas if sharded else reducer.world)
     collectives.all_reduce(vector, reducer.process_group, op="sum", what="gradient norm").wait()
     values = vector.tolist()
+    if failed and values[-1]:
+        raise_everywhere(error, reducer.process_group)
     squares, left, calls_sum, calls_squared = values[:_HEADER]
     if calls_sum * calls_sum != calls_squared * reducer.world:
         raise RanksDiverged(

@@ -369,11 +369,12 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
 
     def _facts(self) -> BoundaryFacts:
         want = self.options.compute_norm or self.clip_grad > 0 or self.precision.check_overflow
-        facts = boundary_facts(self.reducer, self.workspace, want_norm=want)
+        failure = None if self.zenflow is None else self.zenflow.failure
+        facts = boundary_facts(self.reducer, self.workspace, want_norm=want, failure=failure)
         if facts.left_overs:
             self.reducer.send_all()
             self._settle_on_host()
-            facts = boundary_facts(self.reducer, self.workspace, want_norm=want)
+            facts = boundary_facts(self.reducer, self.workspace, want_norm=want, failure=failure)
         return facts
 
     def check_overflow(self, partition_gradients: bool = True, external: bool = False) -> bool:

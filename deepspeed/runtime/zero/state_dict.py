@@ -120,8 +120,11 @@ def masters(optimizer: ZeroOptimizer, join: Join, stage: int) -> list[Any]:
 def base_state(optimizer: ZeroOptimizer, join: Join) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """``(base_optimizer_state, tables)``: the wrapped optimizer's state in the encoding of the module docstring.
 
-    Raises ValueError naming the parameter and key of a state value that is not plain data.
+    Raises ValueError naming the parameter and key of a state value that is not plain data, and RuntimeError where a
+    failure beside training has spoilt the states.
     """
+    if optimizer.zenflow is not None:
+        optimizer.zenflow.deferred.refuse_spoilt()
     states: dict[int, dict[str, Any]] = {}
     tables = []
     for number, group in enumerate(optimizer.groups):

@@ -10,14 +10,16 @@ elements in them is overwritten by their packed copies before anybody reads it.
 
 Owns: sums, staged weights, the two threads. Does not own: when a window ends (``executor.py``).
 Invariants: a job sees the hyper-parameters of the step that gave it; jobs of one kind run in their order; the model
-changes in :meth:`land` alone, on the caller's thread. A failure in a thread comes out of the next call that waits.
+changes in :meth:`land` alone, on the caller's thread. A failure in a thread comes out of the next call that waits; with
+``told_at_boundary`` out of :meth:`failure`, and until then steps go on as if the job had done nothing, because other
+ranks wait for this one in the collectives between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +30,7 @@ from deepspeed.utils.logging import logger
 
 _CHUNK = 1 << 18  # elements: scaled gradients stay in cache on their way into the sums
 
+_Result = TypeVar("_Result")
 # A piece and its gradient in host memory.
 PieceGrad = tuple[Piece, torch.Tensor]
 
@@ -43,6 +46,7 @@ class DeferredPart:
         overlap: bool,
         measure: bool = False,
         threads: int | None = None,
+        told_at_boundary: bool = False,
     ) -> None:
         """``measure``: :meth:`wait_for_gradients` is to know the size of the sums."""
         self.base: Any = base
@@ -60,6 +64,8 @@ class DeferredPart:
         self._to_land: list[Piece] = []
         self._restage = False  # masters may have been written to since the update
         self._workers: list[ThreadPoolExecutor] = []
+        self._told_at_boundary = told_at_boundary
+        self._failure: Exception | None = None
 
     # ---- gradients in ----------------------------------------------------------------------------------------------
 
@@ -88,8 +94,8 @@ class DeferredPart:
         """The gradients given so far have been read. The sum of the squares of the unimportant sums, if measured."""
         update = self._updated
         if update is not None and (self._accumulated is None or update.done()):  # it reads them itself, or has failed
-            update.result()
-        return self._accumulated.result() if self._accumulated is not None else 0.0
+            self._wait(update, None)
+        return self._wait(self._accumulated, 0.0)
 
     def _sum_of(self, piece: Piece) -> torch.Tensor:
         sums, unit = self._sums[self._side], piece.unit
@@ -169,10 +175,11 @@ class DeferredPart:
 
         Their important elements are out of date then, until they are published.
         """
-        if self._updated is not None:
-            self._updated.result()
-            self._updated = None
+        self._wait(self._updated, None)
+        self._updated = None
         landed, self._to_land = self._to_land, []
+        if self._failure is not None:  # what is staged may be anything
+            return []
         for piece in landed:
             staged = self._stage_of(piece)
             if self._restage:
@@ -190,10 +197,9 @@ class DeferredPart:
         return self._to_land
 
     def hold_still(self) -> None:
-        """No thread reads or writes when this returns; masters may be written to."""
-        for job in (self._accumulated, self._updated):
-            if job is not None:
-                job.result()
+        """No thread reads or writes when this returns; masters may be written to. See :meth:`refuse_spoilt`."""
+        self._wait(self._accumulated, 0.0)
+        self._wait(self._updated, None)
         self._restage = True
 
     def pending(self, piece: Piece) -> torch.Tensor | None:
@@ -216,6 +222,39 @@ class DeferredPart:
                 self._sum_of(piece).copy_(saved)
         if self.measure:
             self._accumulated = self._run(0, self._accumulate, [], 1.0, self._measured())
+
+    # ---- failures --------------------------------------------------------------------------------------------------
+
+    def failure(self) -> Exception | None:
+        """The first failure of a job, of those the boundary waits for and of others that have ended."""
+        if self._told_at_boundary:
+            self.wait_for_gradients()
+            if self._updated is not None and self._updated.done():
+                self._wait(self._updated, None)
+        return self._failure
+
+    def forget_failure(self) -> None:
+        """Wait for all jobs, whatever becomes of them: their masters and states are to be written over."""
+        for job in (self._accumulated, self._updated):
+            if job is not None:
+                job.exception()
+        self._accumulated = self._updated = self._failure = None
+
+    def refuse_spoilt(self) -> None:
+        """Raise RuntimeError where a failure has left masters and states in any state: they are about to be saved."""
+        if self._failure is not None:
+            raise RuntimeError(f"the update in host memory has failed: {_in_words(self._failure)}") from self._failure
+
+    def _wait(self, job: Future[_Result] | None, otherwise: _Result) -> _Result:
+        try:
+            return job.result() if job is not None else otherwise
+        except Exception as error:
+            if not self._told_at_boundary:
+                raise
+            if self._failure is None:
+                self._failure = error
+                logger.error(f"ZenFlow's host update has failed; all ranks will raise at the next step: {error!r}")
+            return otherwise
 
     # ---- threads ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +281,7 @@ class DeferredPart:
 
     def close(self) -> None:
         """Wait for the threads and end them. A failure of theirs that nobody has heard of is logged."""
-        for job in (self._accumulated, self._updated):
+        for job in (self._accumulated, self._updated) if self._failure is None else ():
             if job is not None and (error := job.exception()) is not None:
                 logger.error(f"ZenFlow's host update failed, and no step followed to raise it: {error!r}")
         for worker in self._workers:
@@ -266,6 +305,10 @@ def _twin(base: Any) -> Any:
     twin.param_groups = [dict(group) for group in base.param_groups]
     twin._places = None
     return twin
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _squares(values: torch.Tensor) -> float:

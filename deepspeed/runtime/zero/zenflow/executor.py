@@ -64,6 +64,7 @@ class ZenFlow:
             overlap=options.overlap,
             measure=options.update_interval is None,
             threads=options.threads,
+            told_at_boundary=shards.world > 1,
         )
         self.select_steps = options.select_steps  # steps between choices; None: to be set before the first step
         self.rounds = 0  # steps made, those of the warm-up included
@@ -97,8 +98,8 @@ class ZenFlow:
     def update(self, facts: BoundaryFacts, scale: float) -> list[Unit]:
         """One step from the gradients of this window, multiplied by ``scale``. Collective.
 
-        Returns the units that are to be updated as without ZenFlow. A failure of the host update that has been noticed
-        since the last step is raised.
+        Returns the units that are to be updated as without ZenFlow. A failure of the host update is raised here where
+        there is one rank; else at the next boundary, by all (:meth:`failure`).
         """
         squares = self.deferred.wait_for_gradients()
         self._take_back()
@@ -123,6 +124,10 @@ class ZenFlow:
             for segment in unit.segments if unit.group.sharded else ():
                 self.publish(unit.group, segment)
         return self.left
+
+    def failure(self) -> BaseException | None:
+        """What has gone wrong in the host update of this rank, if anything. For the boundary, before the update."""
+        return self.deferred.failure()
 
     def _interval(self) -> int:
         assert self.select_steps is not None, "nobody has said how many steps an epoch has"
@@ -226,6 +231,8 @@ class ZenFlow:
 
         ``with_states`` False: only weights and masters were; the window that had begun is given up.
         """
+        if with_states:
+            self.deferred.forget_failure()  # all that it may have spoilt has been loaded anew
         self.deferred.hold_still()
         self._spare = {}
         self.important.drop()
