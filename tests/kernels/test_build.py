@@ -161,6 +161,10 @@ def test_builders_under_their_historical_names() -> None:
     assert adam.absolute_name() == "deepspeed.ops.adam.cpu_adam_op"
     assert adam.sources() == ["native/csrc/optimizers.cpp"]
     assert hasattr(op_builder.AsyncIOBuilder().load(), "aio_handle")
+    assert op_builder.ShareMemCommBuilder().load().vector_kernel_level() in (0, 1, 2)
+    assert not op_builder.CCLCommBuilder().is_compatible()
+    with pytest.raises(ValueError, match=r"CCLCommBuilder: .*init_distributed\('gloo'\)"):
+        op_builder.CCLCommBuilder().load()
     missing = op_builder.EvoformerAttnBuilder()
     assert isinstance(missing, op_builder.NotImplementedBuilder)
     assert not missing.is_compatible()

@@ -14,25 +14,27 @@ if TYPE_CHECKING:
     from deepspeed.ops.op_builder.builder import NotImplementedBuilder as NotImplementedBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder as OpBuilder
     from deepspeed.ops.op_builder.builders import AsyncIOBuilder as AsyncIOBuilder
+    from deepspeed.ops.op_builder.builders import CCLCommBuilder as CCLCommBuilder
     from deepspeed.ops.op_builder.builders import CPUAdagradBuilder as CPUAdagradBuilder
     from deepspeed.ops.op_builder.builders import CPUAdamBuilder as CPUAdamBuilder
     from deepspeed.ops.op_builder.builders import CPULionBuilder as CPULionBuilder
     from deepspeed.ops.op_builder.builders import FusedAdamBuilder as FusedAdamBuilder
     from deepspeed.ops.op_builder.builders import PinMemoryBuilder as PinMemoryBuilder
+    from deepspeed.ops.op_builder.builders import ShareMemCommBuilder as ShareMemCommBuilder
 
 _EXPORTS = {
     **dict.fromkeys(("OpBuilder", "NotImplementedBuilder", "get_default_compute_capabilities"), "builder"),
     **dict.fromkeys(
-        ("AsyncIOBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder", "FusedAdamBuilder",
-         "PinMemoryBuilder"), "builders"),
+        ("AsyncIOBuilder", "CCLCommBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder",
+         "FusedAdamBuilder", "PinMemoryBuilder", "ShareMemCommBuilder"), "builders"),
     "ALL_OPS": "all_ops",
 }  # fmt: skip
 # Builders whose op is not part of this version.
 _NOT_IMPLEMENTED = (
-    "CCLCommBuilder", "DeepCompileBuilder", "EvoformerAttnBuilder", "FPQuantizerBuilder", "FlashAttentionBuilder",
+    "DeepCompileBuilder", "EvoformerAttnBuilder", "FPQuantizerBuilder", "FlashAttentionBuilder",
     "FusedLambBuilder", "FusedLionBuilder", "GDSBuilder", "InferenceBuilder", "InferenceCoreBuilder",
     "InferenceCutlassBuilder", "QuantizerBuilder", "RaggedOpsBuilder", "RaggedUtilsBuilder", "RandomLTDBuilder",
-    "ShareMemCommBuilder", "SpatialInferenceBuilder", "StochasticTransformerBuilder", "TransformerBuilder",
+    "SpatialInferenceBuilder", "StochasticTransformerBuilder", "TransformerBuilder",
     "UtilsBuilder",
 )  # fmt: skip
 

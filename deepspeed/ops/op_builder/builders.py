@@ -8,11 +8,13 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 
 __all__ = [
     "AsyncIOBuilder",
+    "CCLCommBuilder",
     "CPUAdagradBuilder",
     "CPUAdamBuilder",
     "CPULionBuilder",
     "FusedAdamBuilder",
     "PinMemoryBuilder",
+    "ShareMemCommBuilder",
 ]
 
 
@@ -106,3 +108,46 @@ class PinMemoryBuilder(OpBuilder):
         from deepspeed.ops.aio.module import pin_memory_module
 
         return pin_memory_module()
+
+
+class ShareMemCommBuilder(OpBuilder):
+    """`load()` has initialize, vector_kernel_level, and registers torch.ops.deepspeed.inference_all_reduce."""
+
+    NAME = "deepspeed_shm_comm"
+    BUILD_VAR = "DS_BUILD_SHM_COMM"
+
+    def absolute_name(self) -> str:
+        return "deepspeed.ops.comm.deepspeed_shm_comm_op"
+
+    def _functions(self) -> Any:
+        from deepspeed.ops.shm_comm import shm_comm_module
+
+        return shm_comm_module()
+
+
+class CCLCommBuilder(OpBuilder):
+    """oneCCL carries nothing here: refused, with what to use instead."""
+
+    NAME = "deepspeed_ccl_comm"
+    BUILD_VAR = "DS_BUILD_CCL_COMM"
+    _INSTEAD = (
+        "collectives of CPU tensors go through shared memory inside a host and through gloo between hosts, without "
+        "oneCCL: call deepspeed.init_distributed('gloo'). `ShareMemCommBuilder` has the sum for generation"
+    )
+
+    def absolute_name(self) -> str:
+        return "deepspeed.ops.comm.deepspeed_ccl_comm_op"
+
+    def sources(self) -> list[str]:
+        return []
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """False: there is nothing to load."""
+        self.error_log = self._INSTEAD
+        if verbose:
+            print(f"{self.NAME}: {self._INSTEAD}")
+        return False
+
+    def load(self, verbose: bool = False) -> Any:
+        """Raises ValueError that says what carries collectives here."""
+        raise ValueError(f"CCLCommBuilder: {self._INSTEAD}")

@@ -275,6 +275,27 @@ def test_empty_tensors_leave_the_group_in_order(pool: Any, world: int) -> None:
     assert set(pool.run(world, nothing_at_all)) == {16}
 
 
+def historical_names() -> None:
+    from deepspeed.ops.op_builder import ShareMemCommBuilder
+
+    meet()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    loaded = ShareMemCommBuilder().load()
+    assert loaded.initialize(size, rank) is None
+    with pytest.raises(RuntimeError, match=f"rank {rank} of 7, but this process is rank {rank} of {size}"):
+        loaded.initialize(7, rank)
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        tensor = torch.full((2, 3), rank + 1, dtype=dtype)
+        assert torch.ops.deepspeed.inference_all_reduce(tensor).eq(3).all()
+        assert tensor.eq(rank + 1).all()
+        assert torch.ops.deepspeed.inference_all_reduce_(tensor) is tensor
+        assert tensor.eq(3).all()
+
+
+def test_the_op_of_historical_name_sums_over_the_ranks(pool: Any) -> None:
+    pool.run(2, historical_names)
+
+
 def forked() -> tuple[int, float]:
     meet()
     child = os.fork()
