@@ -205,7 +205,12 @@ class _Table:
         return _registered().get(path) or (None if top == "torch" else _untrusted(path))
 
 
+_met_untrusted = False  # in any file of this process
+
+
 def _untrusted(path: str) -> type[Untrusted]:
+    global _met_untrusted
+    _met_untrusted = True
     return type(path.rpartition(".")[2], (Untrusted,), {"path": path})
 
 
@@ -321,6 +326,8 @@ def _load_with_stand_ins(path: pathlib.Path, map_location: Any) -> Any:
 
 def untrusted_paths(value: Any) -> list[str]:
     """Class paths of the untrusted objects inside ``value``, each once."""
+    if not _met_untrusted:
+        return []
     return list(dict.fromkeys(item.path for item in _walk(value) if isinstance(item, Untrusted) or _is_stand_in(item)))
 
 

@@ -270,7 +270,9 @@ def _load_by_torch(path: str) -> Any:
         return torch.load(
             path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PickleModule("pickle")
         )
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} cannot be read, it is torn or not a checkpoint file: {error}") from error
 
 

@@ -94,6 +94,8 @@ def plan_conversion(sources: list[Source], stage: int | None = None) -> tuple[Un
     """The record and every file. ``stage``: see :func:`~deepspeed.checkpoint.universal.write.convert`."""
     first = sources[0].first
     assert first.record is not None
+    for key, value in first.model.items():
+        first.check_trust(key if key in keys.LIBRARY_KEYS else f"client_state[{key!r}]", value)
     form = FLAT if (first.stage if stage is None else stage) >= 3 else WHOLE
     record = UniversalRecord(form, first.stage, list(first.record["optimizer"]), {})
     if first.stage >= 1:
