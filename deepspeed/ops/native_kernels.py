@@ -1,8 +1,7 @@
 """The C++ kernels of `native/csrc/optimizers.cpp` as Python functions over lists of tensors.
 
-Owns: the prototypes, the layout of a row, the dtypes the kernels know, the number of threads. Does not own: compiling
-and loading (`native/build.py`), which tensors may be given to a kernel and what to do with the others
-(`row_optimizer.py`).
+Owns: the prototypes, the layout of a row, the number of threads. Does not own: compiling and loading
+(`native/build.py`), which tensors a kernel can walk (`columns.py`) and what to do with the others (`row_optimizer.py`).
 Invariant: a table holds addresses; whoever makes one keeps the tensors alive until the kernel returns.
 """
 
@@ -10,18 +9,17 @@ from __future__ import annotations
 
 import array
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deepspeed.native.build import NativeUnavailable, load, switched_off
+from deepspeed.ops import columns
+from deepspeed.ops.columns import KINDS, LIBRARY, Column
 
 __all__ = ["KINDS", "LIBRARY", "ROW", "Table", "all_readable", "cast", "is_readable", "kernel", "sumsq"]
 
-LIBRARY = "optimizers"
-KINDS: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""Dtypes of the kernels and their codes; fp64 is left to torch."""
 ROW = 10
 """int64 of a row: addresses of parameter, gradient, three states and the copy; numel, kinds, rule, the kernel's own."""
 
@@ -30,9 +28,6 @@ _ENTRY = {"cpu_adam": "ds_adam", "cpu_adagrad": "ds_adagrad", "cpu_lion": "ds_li
 _Kernel = Any  # a ctypes function
 _OUT = 5  # place of the copy in a row
 _RULE = 8  # numbers of a rule
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-# Methods as functions of a tensor, for map(): faster than a loop.
-_data_ptr, _is_contiguous, _numel = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.numel
 
 
 def kernel(op: str) -> _Kernel:
@@ -55,8 +50,8 @@ class Table:
     """
 
     def __init__(self) -> None:
-        # Lists that were looked at -> their dtypes; the lists are kept, so no other can have the address.
-        self._dtypes: dict[int, tuple[Any, list[torch.dtype]]] = {}
+        # Lists that were looked at, by address; they are kept, so no other can have it.
+        self._columns: dict[int, tuple[Any, Column]] = {}
         self._rules: list[float] = []
         self._parts: list[array.array[int]] = []
         self._written: list[list[torch.Tensor]] = []
@@ -69,10 +64,10 @@ class Table:
 
     def readable(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the kernels may walk the memory of all these tensors. Who changes the list afterwards asks again."""
-        dtypes = _dtypes_if_readable(tensors)
-        if dtypes is not None:
-            self._dtypes[id(tensors)] = tensors, dtypes
-        return dtypes is not None
+        column = columns.read(tensors)
+        if column is not None:
+            self._columns[id(tensors)] = tensors, column
+        return column is not None
 
     def add_rule(self, numbers: tuple[float, ...]) -> int:
         """Take the eight numbers of a rule (their order: `update_rules.h`); returns the rule's number."""
@@ -87,37 +82,52 @@ class Table:
         outs: list[torch.Tensor | None] | None,
         rules: list[int],
     ) -> None:
-        """Add a row per parameter. All tensors are readable (`all_readable`) and have the numel of their parameter.
+        """Add a row per parameter. All tensors are readable.
 
         states: one list per state. outs: copies of the new values, None where there is none. rules: of each row.
+
+        Raises:
+            ValueError: a tensor of a row has another number of elements than its parameter; nothing was added.
         """
         count = len(params)
         rows = array.array("q", bytes(8 * ROW * count))
         common, kinds = 0, None  # of all rows alike; of each
-        for place, column in enumerate((params, grads, *states)):
-            rows[place::ROW] = _int64(map(_data_ptr, column))
-            dtypes = self._dtypes_of(column)
-            if dtypes.count(dtypes[0]) == count:
-                common |= KINDS[dtypes[0]] << 4 * place
+        numels = self._column(params).numels
+        for place, tensors in enumerate((params, grads, *states)):
+            column = self._column(tensors)
+            if column.numels != numels:
+                raise ValueError(_unlike(params, tensors, place))
+            rows[place::ROW] = column.addresses
+            if column.kind:
+                common |= column.kind << 4 * place
             else:
-                kinds = [k | KINDS[d] << 4 * place for k, d in zip(kinds or [0] * count, dtypes, strict=True)]
-        self._written.append(params)
-        self._kept.append((grads, states))
+                kinds = [k | kind << 4 * place for k, kind in zip(kinds or [0] * count, column.kinds, strict=True)]
+        written = [params]
         if outs is not None:
-            rows[_OUT::ROW] = _int64(0 if out is None else out.data_ptr() for out in outs)
-            kinds = [
-                k if o is None else k | KINDS[o.dtype] << 4 * _OUT
-                for k, o in zip(kinds or [0] * count, outs, strict=True)
-            ]
-            self._written.append([out for out in outs if out is not None])
-        rows[6::ROW] = _int64(map(_numel, params))
-        rows[7::ROW] = array.array("q", [common]) * count if kinds is None else _int64(k | common for k in kinds)
-        rows[8::ROW] = _int64(rules) if rules.count(rules[0]) < count else array.array("q", rules[:1]) * count
+            given = [out for out in outs if out is not None]
+            column = self._column(given)
+            if column.numels.tolist() != [n for n, out in zip(numels, outs, strict=True) if out is not None]:
+                pairs = [(p, out) for p, out in zip(params, outs, strict=True) if out is not None]
+                raise ValueError(_unlike([p for p, _ in pairs], [out for _, out in pairs], _OUT))
+            copies = iter(zip(column.addresses, column.kinds, strict=True))
+            pairs_of = [(0, 0) if out is None else next(copies) for out in outs]
+            rows[_OUT::ROW] = array.array("q", [address for address, _ in pairs_of])
+            kinds = [k | kind << 4 * _OUT for k, (_, kind) in zip(kinds or [0] * count, pairs_of, strict=True)]
+            written.append(given)
+        rows[6::ROW] = numels
+        rows[7::ROW] = array.array("q", [common] * count if kinds is None else [k | common for k in kinds])
+        rows[8::ROW] = array.array("q", rules)
+        self._written += written
+        self._kept.append((grads, states))
         self._parts.append(rows)
 
-    def _dtypes_of(self, column: list[torch.Tensor]) -> list[torch.dtype]:
-        known = self._dtypes.get(id(column))
-        return [tensor.dtype for tensor in column] if known is None or known[0] is not column else known[1]
+    def _column(self, tensors: list[torch.Tensor]) -> Column:
+        known = self._columns.get(id(tensors))
+        if known is not None and known[0] is tensors:
+            return known[1]
+        if not self.readable(tensors):
+            raise ValueError(_unreadable(tensors))
+        return self._columns[id(tensors)][1]
 
     def run(self, update: _Kernel, scale: float) -> None:
         """Update all rows in one parallel region. scale: factor of the gradients."""
@@ -134,21 +144,7 @@ class Table:
 
 def all_readable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a kernel may walk the memory of all these tensors; see `is_readable`."""
-    return _dtypes_if_readable(tensors) is not None
-
-
-def _dtypes_if_readable(tensors: Sequence[torch.Tensor]) -> list[torch.dtype] | None:
-    try:
-        if (
-            _PLAIN.issuperset(map(type, tensors))
-            and False not in [tensor.is_cpu for tensor in tensors]
-            and all(map(_is_contiguous, tensors))
-        ):
-            dtypes = [tensor.dtype for tensor in tensors]
-            return dtypes if KINDS.keys() >= set(dtypes) else None
-    except RuntimeError:  # a layout without strides
-        pass
-    return None
+    return columns.read(tensors) is not None
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
@@ -166,10 +162,10 @@ def sumsq(tensors: Sequence[torch.Tensor]) -> tuple[float, bool]:
         ValueError: a tensor the kernel cannot read.
     """
     library = _library()
-    table: list[int] = []
-    for tensor in tensors:
-        table += (0, _address(tensor), 0, 0, 0, 0, tensor.numel(), KINDS[tensor.dtype] << 4, 0, 0)
-    rows = array.array("q", table)
+    column = _column_of(tensors)
+    rows = array.array("q", bytes(8 * ROW * len(tensors)))
+    rows[1::ROW], rows[6::ROW] = column.addresses, column.numels
+    rows[7::ROW] = array.array("q", [kind << 4 for kind in column.kinds])
     at, count = rows.buffer_info()[0], len(tensors)
     sums = array.array("d", bytes(8 * max(1, library.ds_units(at, count))))
     total = library.ds_sumsq(at, count, sums.buffer_info()[0], torch.get_num_threads())
@@ -186,29 +182,40 @@ def cast(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], scale
         ValueError: a tensor the kernel cannot read, or a pair of different sizes.
     """
     library = _library()
-    table: list[int] = []
+    given, wanted = _column_of(sources), _column_of(targets)
     for source, target in zip(sources, targets, strict=True):
         if source.numel() != target.numel():
             raise ValueError(f"cast: source of shape {tuple(source.shape)} for a target of {tuple(target.shape)}")
-        kinds = KINDS[source.dtype] << 4 | KINDS[target.dtype] << 20
-        table += (0, _address(source), 0, 0, 0, _address(target), source.numel(), kinds, 0, 0)
-    rows = array.array("q", table)
+    rows = array.array("q", bytes(8 * ROW * len(sources)))
+    rows[1::ROW], rows[_OUT::ROW], rows[6::ROW] = given.addresses, wanted.addresses, given.numels
+    rows[7::ROW] = array.array("q", [a << 4 | b << 4 * _OUT for a, b in zip(given.kinds, wanted.kinds, strict=True)])
     library.ds_cast(rows.buffer_info()[0], len(sources), scale, torch.get_num_threads())
     torch.autograd.graph.increment_version(targets)
 
 
-def _address(tensor: torch.Tensor) -> int:
-    if not is_readable(tensor):
-        raise ValueError(
-            f"native kernel: tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {tensor.layout}, "
-            "expected a contiguous one of fp32, bf16 or fp16 on the CPU"
-        )
-    return tensor.data_ptr()
+def _column_of(tensors: Sequence[torch.Tensor]) -> Column:
+    column = columns.read(tensors)
+    if column is None:
+        raise ValueError(_unreadable(tensors))
+    return column
 
 
-def _int64(values: Iterable[int]) -> array.array[int]:
-    """By way of a list: an array that grows element by element takes twice as long."""
-    return array.array("q", list(values))
+def _unreadable(tensors: Sequence[torch.Tensor]) -> str:
+    tensor = next(tensor for tensor in tensors if not is_readable(tensor))
+    return (
+        f"native kernel: tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {tensor.layout}, "
+        "expected a contiguous one of fp32, bf16 or fp16 on the CPU"
+    )
+
+
+def _unlike(params: Sequence[torch.Tensor], others: Sequence[torch.Tensor], place: int) -> str:
+    what = {0: "parameter", 1: "gradient", _OUT: "copy of the new values"}.get(place, f"optimizer state {place - 1}")
+    param, other = next((p, o) for p, o in zip(params, others, strict=True) if p.numel() != o.numel())
+    return (
+        f"native kernel: {what} of shape {tuple(other.shape)}, {other.numel()} elements, for a parameter of shape "
+        f"{tuple(param.shape)}; expected {param.numel()} elements (a state that was put there by hand or loaded from "
+        "another model has to be of the parameter's size)"
+    )
 
 
 def _library() -> ctypes.CDLL:

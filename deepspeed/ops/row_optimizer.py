@@ -173,9 +173,7 @@ class RowOptimizer(StateOptimizer):
             return pairs
         readable = [table.readable(pair) for pair in pairs]
         others = [pair for pair, good in zip(pairs, readable, strict=True) if not good]
-        return others + self._add(
-            table, group, list(compress(params, readable)), list(compress(grads, readable)), None
-        )
+        return others + self._add(table, group, list(compress(params, readable)), list(compress(grads, readable)), None)
 
     def _add(
         self,
@@ -208,13 +206,12 @@ class RowOptimizer(StateOptimizer):
             found = list(compress(found, readable))
             outs = None if outs is None else list(compress(outs, readable))
             columns = [list(compress(column, readable)) for column in columns]
-        steps = [int(state["step"]) + 1 for state in found]
-        for state, step in zip(found, steps, strict=True):
-            state["step"] = step
-        distinct = set(steps)
-        rules = {step: table.add_rule(self._rule(group, step)) for step in distinct}
-        of_rows = [rules[step] for step in steps] if len(distinct) > 1 else [rules[steps[0]]] * len(steps)
+        steps = [state["step"] for state in found]
+        rules = {step: table.add_rule(self._rule(group, int(step) + 1)) for step in set(steps)}
+        of_rows = [rules[step] for step in steps] if len(rules) > 1 else [rules[steps[0]]] * len(steps)
         table.extend(params, grads, columns, outs, of_rows)
+        for state, step in zip(found, steps, strict=True):
+            state["step"] = int(step) + 1
         return others
 
     def _states_of(self, params: list[torch.Tensor]) -> list[dict[str, Any]]:

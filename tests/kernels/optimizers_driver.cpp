@@ -1,5 +1,7 @@
 // Calls every entry of optimizers.cpp on heap blocks of exact size, so that the sanitizers see a byte too many.
 #include "optimizers.cpp"
+#undef EXPORT
+#include "optimizers_columns.cpp"
 
 #include <cmath>
 #include <cstdio>
@@ -100,6 +102,41 @@ void quotients() {
   }
 }
 
+// Lists whose elements are their own views.
+void* element(void* list, intptr_t k) { return static_cast<DLTensor**>(list)[k]; }
+
+int view_of(void* object, DLTensor* view) {
+  *view = *static_cast<DLTensor*>(object);
+  return view->ndim < 0 ? -1 : 0;
+}
+
+void columns() {
+  float memory[24];
+  int64_t shape[3] = {2, 1, 3}, strides[3] = {3, 77, 1}, transposed[3] = {1, 2, 2}, none[3] = {2, 0, 3};
+  DLTensor good{memory, CPU, 0, 3, FLOAT, 32, 1, shape, strides, 8}, bare = good, empty = good, half = good;
+  bare.strides = nullptr;
+  empty.shape = none;
+  half.type = BFLOAT;
+  half.bits = 16;
+  DLTensor* all[4] = {&good, &bare, &empty, &half};
+  int64_t out[12];
+  expect(ds_column(view_of, element, all, 3, out) == F32, "one kind");
+  expect(out[0] == reinterpret_cast<int64_t>(memory + 2) && out[3] == 6 && out[4] == 6 && out[5] == 0, "addresses and numels");
+  expect(ds_column(view_of, element, all, 4, out) == 15 && out[8] == F32 && out[11] == BF16, "mixed kinds");
+  for (int fault = 0; fault < 5; ++fault) {
+    DLTensor bad = good;
+    if (fault == 0) bad.strides = transposed;
+    else if (fault == 1) bad.bits = 64;
+    else if (fault == 2) bad.device_type = 2;
+    else if (fault == 3) bad.lanes = 4;
+    else bad.ndim = -1;
+    all[1] = &bad;
+    expect(ds_column(view_of, element, all, 3, out) == 0, "not for the kernels");
+  }
+  all[2] = nullptr;
+  expect(ds_column(view_of, element, all + 2, 1, out) == 0, "no element");
+}
+
 }  // namespace
 
 int main() {
@@ -118,6 +155,7 @@ int main() {
     }
   huge_rows();
   quotients();
+  columns();
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

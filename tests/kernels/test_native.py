@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed.native import build, isa
 from deepspeed.native.build import NativeUnavailable, find_compiler
-from deepspeed.ops import native_kernels
+from deepspeed.ops import columns, native_kernels
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from tests.harness.project import ROOT
 
@@ -194,3 +195,47 @@ def test_tensors_at_odd_addresses() -> None:
         param.grad = torch.arange(1000.0)
         optimizer.step()
     assert torch.equal(ours, theirs)
+
+
+# ---- columns
+
+
+def _lists() -> list[list[Any]]:
+    plain = [torch.randn(3, 4), torch.nn.Parameter(torch.randn(5)), torch.randn(()), torch.randn(8)[2:5]]
+    odd = [torch.randn(3, 4).t(), torch.randn(4).double(), torch.randn(4).to_sparse(), torch.empty(4, device="meta")]
+    halves = [torch.randn(6).bfloat16(), torch.randn(6).half()]
+    wide = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    class_of_its_own: torch.Tensor = torch.randn(4).as_subclass(type("Own", (torch.Tensor,), {}))
+    return [
+        plain, plain[:1], halves[:1], plain + halves, [torch.randn(2, 0, 3), torch.randn(0)], [torch.randn(3, 1, 1, 1)],
+        *([*plain, one] for one in [*odd, wide, torch.randn(4, dtype=torch.complex64).conj(), class_of_its_own]), [],
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_column_is_what_the_tensors_say_one_by_one() -> None:
+    if columns._Reader.made() is None:
+        pytest.skip("torch has no exchange interface of DLPack")
+    for tensors in _lists():
+        fast, slow = columns.read(tensors), None
+        if columns._PLAIN.issuperset(map(type, tensors)):
+            slow = columns._read_each(tensors)
+        assert fast == slow, tensors
+    several = _lists()[0]
+    assert columns.read(tuple(several)) == columns.read(several)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("key", ("exp_avg", "exp_avg_sq"))
+def test_a_state_of_another_size_is_an_error_and_changes_nothing(key: str) -> None:
+    params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.ones(5)
+    optimizer = DeepSpeedCPUAdam(params, lr=0.1)
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    optimizer.state[params[1]][key] = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"optimizer state \d of shape \(4,\), 4 elements, .*expected 5 elements"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+    assert [optimizer.state[param]["step"] for param in params] == [1, 1, 1]

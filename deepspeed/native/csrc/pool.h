@@ -5,6 +5,8 @@
 //   - idle workers sleep in the kernel; nothing here spins;
 //   - a region ends when its pieces are done, whether or not a worker has woken up yet, so a core that is busy with
 //     another process delays a region by one grain at most;
+//   - a region has no more threads than the caller may use cores, and they run on those cores alone, also where the
+//     program has been bound to others since (Linux);
 //   - a second caller (another thread of the program) does its region alone instead of waiting;
 //   - after fork the child has no workers and makes its own at its first region.
 // No C++ runtime is needed: plain pthreads, static storage.
@@ -15,6 +17,7 @@
 #include <new>
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 namespace pool {
@@ -41,6 +44,23 @@ struct Region {
   Slice slice[MOST_THREADS];
 };
 
+// The cores that the calling thread may use. Empty where the system does not tell: then nothing follows from it.
+struct Cores {
+#if defined(__linux__)
+  cpu_set_t set;
+  Cores() {
+    if (sched_getaffinity(0, sizeof set, &set) != 0) CPU_ZERO(&set);  // more of them than the set can hold
+  }
+  int count() const { return CPU_COUNT(&set); }
+  bool is(const Cores& other) const { return CPU_EQUAL(&set, &other.set); }
+  void bind(pthread_t thread) const { pthread_setaffinity_np(thread, sizeof set, &set); }
+#else
+  int count() const { return 0; }
+  bool is(const Cores&) const { return true; }
+  void bind(pthread_t) const {}
+#endif
+};
+
 struct State {
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
@@ -49,6 +69,8 @@ struct State {
   int wanted = 0;   // workers that may still join the open region
   int inside = 0;   // workers that are in it
   int threads = 0;  // workers that exist
+  Cores cores;      // that they may use
+  pthread_t worker[MOST_THREADS];
 };
 
 inline State& state() {
@@ -113,10 +135,14 @@ inline void after_fork_in_parent() { pthread_mutex_unlock(&state().mutex); }
 inline void after_fork_in_child() { new (&state()) State; }
 
 // Called with the mutex held. Returns how many workers there are, at most `wanted`.
-inline int ensure_workers(State& s, int wanted) {
+inline int ensure_workers(State& s, int wanted, const Cores& cores) {
   static bool registered = false;
   if (!registered) registered = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) == 0;
   if (!registered) return 0;
+  if (!s.cores.is(cores)) {  // those to come have them from the caller
+    s.cores = cores;
+    for (int i = 0; cores.count() && i < s.threads; ++i) cores.bind(s.worker[i]);
+  }
   if (s.threads < wanted) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
@@ -126,7 +152,8 @@ inline int ensure_workers(State& s, int wanted) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
-    while (s.threads < wanted && pthread_create(&thread, &attributes, work, nullptr) == 0) ++s.threads;
+    while (s.threads < wanted && pthread_create(&thread, &attributes, work, nullptr) == 0)
+      s.worker[s.threads++] = thread;
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_attr_destroy(&attributes);
   }
@@ -141,8 +168,10 @@ inline void run(int64_t count, int64_t grain, int64_t threads, Body body, void* 
   if (team > MOST_THREADS) team = MOST_THREADS;
   State& s = state();
   if (team > 1) {
+    const Cores cores;
+    if (cores.count() && team > cores.count()) team = cores.count();
     pthread_mutex_lock(&s.mutex);
-    team = s.open == nullptr ? 1 + ensure_workers(s, int(team) - 1) : 1;
+    team = s.open == nullptr ? 1 + ensure_workers(s, int(team) - 1, cores) : 1;
     if (team < 2) pthread_mutex_unlock(&s.mutex);
   }
   if (team < 2) {
