@@ -264,6 +264,48 @@ def test_cores_are_shared_out_among_the_ranks(folder: Folder) -> None:
     assert "numactl is not installed" in done.stderr
 
 
+THREADS = """
+import json, os
+import torch
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.comm import same_host
+from deepspeed.ops import native_kernels
+from deepspeed.ops.op_builder import AsyncIOBuilder
+
+deepspeed.init_distributed("gloo")
+rank = dist.get_rank()
+for _ in range(4):
+    dist.all_reduce(torch.ones(4))
+dist.all_reduce(torch.ones(1 << 20), async_op=True).wait()  # the transport's thread
+native_kernels.sumsq([torch.ones(1 << 20)])  # those of the optimizers
+handle = AsyncIOBuilder().load().aio_handle(1 << 20, 8, False, True, 2)  # those of files
+data = torch.zeros(4 << 20, dtype=torch.uint8)
+handle.async_pwrite(data, f"data{rank}", 0)
+handle.wait()
+cores = sorted({core for task in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(task))})
+with open(f"cores{rank}", "w") as file:
+    json.dump([same_host.describe(), len(os.listdir("/proc/self/task")), cores], file)
+dist.barrier()
+"""
+
+
+def test_every_thread_of_a_bound_rank_keeps_to_its_cores(folder: Folder) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    script = folder.script("threads.py", THREADS)
+    listing = ",".join(map(str, cores))
+    extra = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    done = folder.launch("--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", listing, script, extra=extra)
+    assert done.returncode == 0, done.stderr
+    for rank, core in enumerate(cores):
+        way, threads, used = json.loads((folder.path / f"cores{rank}").read_text())
+        assert way == "shared memory"
+        assert threads > 3
+        assert used == [core]
+
+
 def test_numactl_goes_in_front_of_the_command_where_it_is_installed(folder: Folder) -> None:
     stub = folder.path / "bin"
     stub.mkdir()
