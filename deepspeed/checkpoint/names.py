@@ -18,8 +18,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from dataclasses import dataclass
 from enum import Enum
 
@@ -186,7 +186,7 @@ def partial_file(name: str) -> str:
 
     By chance, not by process: threads of one process write into one folder, and processes of several hosts do.
     """
-    return f".{name}.{secrets.randbits(63)}.partial"
+    return f".{name}.{int.from_bytes(os.urandom(8), 'little') >> 1}.partial"
 
 
 def is_partial_file(name: str) -> bool:

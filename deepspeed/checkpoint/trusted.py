@@ -11,18 +11,13 @@ Owns: the allow-list. Does not own: what to do about an untrusted value (``reade
 
 from __future__ import annotations
 
-import argparse
 import collections
-import datetime
-import decimal
-import fractions
 import functools
 import io
 import pathlib
 import pickle
 import sys
 import types
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,7 +81,34 @@ def _old_classes() -> dict[str, Any]:
 
 def _harmless() -> dict[str, Any]:
     """Classes whose construction from any arguments does nothing but hold data."""
+    import argparse
+    import datetime
+    import decimal
+    import fractions
+    import uuid
+
     found: dict[str, Any] = {}
+    classes: list[type] = [
+        argparse.Namespace, types.SimpleNamespace, collections.deque, collections.defaultdict, collections.Counter,
+        collections.OrderedDict, datetime.datetime, datetime.date, datetime.time, datetime.timedelta,
+        datetime.timezone, decimal.Decimal, fractions.Fraction, uuid.UUID, uuid.SafeUUID, io.BytesIO,
+    ]  # fmt: skip
+    for kind in classes:
+        found[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    # Paths of the other family of systems cannot be made here; their pure form can. Later Pythons moved the module.
+    for name in ("PurePath", "PurePosixPath", "PureWindowsPath", "Path", "PosixPath", "WindowsPath"):
+        kind = getattr(pathlib, name)
+        foreign = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindowsPath}
+        if name in foreign and type(pathlib.Path()) is not kind:
+            kind = foreign[name]
+        for module in ("pathlib", "pathlib._local"):
+            found[f"{module}.{name}"] = kind
+    return found
+
+
+def _common() -> dict[str, Any]:
+    """Those of them that most files name, found without an import."""
+    found: dict[str, Any] = {"collections.OrderedDict": collections.OrderedDict}
     builtin: list[type] = [
         bool,
         int,
@@ -107,21 +129,6 @@ def _harmless() -> dict[str, Any]:
         found[f"builtins.{kind.__name__}"] = kind
         found[f"__builtin__.{kind.__name__}"] = kind
     found["__builtin__.xrange"] = range
-    classes: list[type] = [
-        argparse.Namespace, types.SimpleNamespace, collections.deque, collections.defaultdict, collections.Counter,
-        collections.OrderedDict, datetime.datetime, datetime.date, datetime.time, datetime.timedelta,
-        datetime.timezone, decimal.Decimal, fractions.Fraction, uuid.UUID, uuid.SafeUUID, io.BytesIO,
-    ]  # fmt: skip
-    for kind in classes:
-        found[f"{kind.__module__}.{kind.__qualname__}"] = kind
-    # Paths of the other family of systems cannot be made here; their pure form can. Later Pythons moved the module.
-    for name in ("PurePath", "PurePosixPath", "PureWindowsPath", "Path", "PosixPath", "WindowsPath"):
-        kind = getattr(pathlib, name)
-        foreign = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindowsPath}
-        if name in foreign and type(pathlib.Path()) is not kind:
-            kind = foreign[name]
-        for module in ("pathlib", "pathlib._local"):
-            found[f"{module}.{name}"] = kind
     return found
 
 
@@ -164,7 +171,11 @@ class _Table:
     """Path -> object of everything that may be named by a file; built when the first file is read."""
 
     def __init__(self) -> None:
-        self._own = {**_old_classes(), **_harmless(), "_codecs.encode": _look_up("_codecs.encode")}
+        self._own = {**_old_classes(), **_common(), "_codecs.encode": _look_up("_codecs.encode")}
+
+    @functools.cached_property
+    def _rare(self) -> dict[str, Any]:
+        return _harmless()
 
     @functools.cached_property
     def _numpy(self) -> dict[str, Any]:
@@ -179,7 +190,7 @@ class _Table:
     @property
     def own(self) -> dict[str, Any]:
         """All that is not torch's."""
-        return {**self._own, **self._numpy}
+        return {**self._own, **self._rare, **self._numpy}
 
     def find(self, module: str, name: str) -> Any:
         """Where tensors are torch's."""
@@ -202,6 +213,8 @@ class _Table:
         top = module.partition(".")[0]
         if top == "numpy" and path in self._numpy:
             return self._numpy[path]
+        if path in self._rare:
+            return self._rare[path]
         return _registered().get(path) or (None if top == "torch" else _untrusted(path))
 
 
@@ -346,7 +359,7 @@ def _walk(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
         children = [*value.keys(), *value.values()]
     elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         children = list(value)
-    elif isinstance(value, (PlainObject, argparse.Namespace, types.SimpleNamespace)):
+    elif isinstance(value, (PlainObject, types.SimpleNamespace)) or type(value).__name__ == "Namespace":
         children = list(vars(value).values())
     for child in children:
         yield from _walk(child, seen)

@@ -11,9 +11,7 @@ import contextlib
 import ctypes
 import errno
 import os
-import secrets
 import shutil
-import socket
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -92,11 +90,11 @@ def sync_folder(folder: Path) -> None:
 
 def new_token() -> str:
     """A name part for one save by this process; it says which process that is: host, number, start time, chance."""
-    return f"{_host():08x}{os.getpid():08x}{_start_time(os.getpid()) or 0:012x}{secrets.randbits(16):04x}"
+    return f"{_host():08x}{os.getpid():08x}{_start_time(os.getpid()) or 0:012x}{os.urandom(2).hex()}"
 
 
 def _host() -> int:
-    return zlib.crc32(socket.gethostname().encode())
+    return zlib.crc32(os.uname().nodename.encode())
 
 
 def publish_folder(saved: Path, final: Path, token: str) -> None:

@@ -18,7 +18,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import reader
 from deepspeed.checkpoint.constants import dtype_name
 from deepspeed.checkpoint.tool import contents
-from deepspeed.checkpoint.tool.inspect import console, escaped
+from deepspeed.checkpoint.tool.table import print_table, shown
 from deepspeed.utils.torch_archive.tensors import PlainTensor
 
 if TYPE_CHECKING:
@@ -129,18 +129,14 @@ def difference(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int]:
 
 def show(facts: dict[str, Any]) -> None:
     """Print what differs."""
-    from rich.table import Table
-
-    out = console()
-    out.print(f"{facts['left']} and {facts['right']}", markup=False)
+    print(shown(f"{facts['left']} and {facts['right']}"))
     for entry in facts["values"]:
-        out.print(f"{entry['key']}: {entry['left']} and {entry['right']}", markup=False)
+        print(shown(f"{entry['key']}: {entry['left']} and {entry['right']}"))
     if facts["tensors"]:
-        table = Table("name", "what", "difference", "largest", "elements")
+        rows = []
         for row in facts["tensors"]:
             largest = "" if row["max_difference"] is None else f"{row['max_difference']:.3g}"
-            cells = (row["name"], row["what"], row["problem"], largest, str(row.get("differing", "")))
-            table.add_row(*map(escaped, cells))
-        out.print(table)
+            rows.append((row["name"], row["what"], row["problem"], largest, str(row.get("differing", ""))))
+        print_table(("name", "what", "difference", "largest", "elements"), rows)
     found = len(facts["tensors"])
-    out.print(f"{facts['compared']} tensors compared, {found or 'none'} differ{'s' if found == 1 else ''}")
+    print(f"{facts['compared']} tensors compared, {found or 'none'} differ{'s' if found == 1 else ''}")

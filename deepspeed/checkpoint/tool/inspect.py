@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import names, reader
 from deepspeed.checkpoint.constants import dtype_name
 from deepspeed.checkpoint.tool import contents
+from deepspeed.checkpoint.tool.table import print_table, shown
 
 _COUNTERS = (keys.GLOBAL_STEPS, keys.GLOBAL_SAMPLES, keys.SKIPPED_STEPS)
 
@@ -80,45 +80,28 @@ def item_facts(item: contents.Item) -> dict[str, Any]:
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 
-def console() -> Any:
-    """Where tables go: as wide as the terminal, or as wide as they are when a program reads them."""
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-
-
 def show(facts: dict[str, Any], fragments: bool) -> None:
     """Print the tables. Files have numbers, which the table of tensors refers to."""
-    from rich.table import Table
-
-    out = console()
     total = sum(entry["nbytes"] for entry in facts["files"])
     counters = ", ".join(f"{key} {value}" for key, value in facts["counters"].items())
-    out.print(facts["folder"], markup=False)
-    out.print(
-        f"written by {facts['written_by']} at stage {facts['zero_stage']} on {facts['ranks']} ranks, optimizer "
-        f"{(facts['optimizer'] or ['none'])[0]}; {counters}",
-        markup=False,
+    print(shown(facts["folder"]))
+    print(
+        shown(
+            f"written by {facts['written_by']} at stage {facts['zero_stage']} on {facts['ranks']} ranks, optimizer "
+            f"{(facts['optimizer'] or ['none'])[0]}; {counters}"
+        )
     )
-    out.print(f"client_state: {', '.join(facts['client_state']) or 'none'}", markup=False)
-    out.print(f"{len(facts['files'])} files, {total:,} bytes:", markup=False)
+    print(shown(f"client_state: {', '.join(facts['client_state']) or 'none'}"))
+    print(f"{len(facts['files'])} files, {total:,} bytes:")
     numbers = {}
     for number, entry in enumerate(facts["files"], 1):
         numbers[entry["name"]] = number
-        out.print(f"{number:4} {entry['nbytes']:15,}  {entry['name']}", markup=False)
+        print(shown(f"{number:4} {entry['nbytes']:15,}  {entry['name']}"))
     columns = ("key", "offset", "elements") if fragments else ("pieces",)
-    table = Table("name", "what", "shape", "dtype", "file", *columns)
+    rows: list[list[str]] = []
     for item in facts["tensors"]:
-        for row in piece_rows(item, numbers) if fragments else [summary_row(item, numbers)]:
-            table.add_row(*map(escaped, row))
-    out.print(table)
-
-
-def escaped(text: str) -> str:
-    """Text of a checkpoint is no markup."""
-    from rich.markup import escape
-
-    return escape(text)
+        rows += piece_rows(item, numbers) if fragments else [summary_row(item, numbers)]
+    print_table(("name", "what", "shape", "dtype", "file", *columns), rows)
 
 
 def summary_row(item: dict[str, Any], numbers: dict[str, int]) -> list[str]:
