@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import sys
+import subprocess
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
