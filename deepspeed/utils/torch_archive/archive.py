@@ -92,11 +92,13 @@ class Writer:
         self._file.write(blank)
         crc = found = 0
         for data, address in pieces:
-            own = crc32(data)
-            if seen is not None:
+            if seen is None:
+                crc = crc32(data, crc)
+            else:
+                own = crc32(data)
                 seen(data, address, own)
+                crc = join_crc32(crc, own, len(data))
             self._file.write(data)
-            crc = join_crc32(crc, own, len(data))
             found += len(data)
         assert found == nbytes, f"record {name}: {found} bytes came, {nbytes} were announced"
         # The checksum stands before the data but is known only after it: go back and fill it in.

@@ -62,6 +62,7 @@ def tools_on(folder: Path, tag: str, out: Path) -> list[list[str]]:
         [ask, "inspect", *both],
         [ask, "verify", *both],
         [ask, "diff", *both, str(folder / tag)],
+        [ask, "merge", "--help"],
     ]
 
 
@@ -69,7 +70,7 @@ def tools_on(folder: Path, tag: str, out: Path) -> list[list[str]]:
 def test_the_tools_of_a_tag(pool: WorkerPool, tmp_path: Path, stage: int) -> None:
     pool.run(2, save_run, str(tmp_path), runs.config(stage, "bf16"))
     statuses, imported = run(*tools_on(tmp_path, "global_step3", tmp_path / "out"))
-    assert statuses == [0] * 6
+    assert statuses == [0] * 7
     assert "torch" not in imported
     found = torch.load(tmp_path / "out/fp32/pytorch_model.bin", weights_only=True, mmap=True)
     masters = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
@@ -84,7 +85,7 @@ def test_the_tools_of_a_reference_tag(tmp_path: Path) -> None:
     shutil.copytree(REFERENCE / "stage3_bf16", folder)
     shutil.copy(zero_to_fp32.__file__, folder)
     statuses, imported = run(*tools_on(folder, "saved", tmp_path / "out"))
-    assert statuses == [0] * 6
+    assert statuses == [0] * 7
     assert "torch" not in imported
 
 
