@@ -244,6 +244,29 @@ def test_tensors_larger_than_the_ring_pass_through_it() -> None:
         assert on_all(channels, move) == [(3.0, 1.5, 3.0 * numel)] * 2
 
 
+@pytest.mark.parametrize("shift", (0, 1, 37))
+def test_large_outputs_at_odd_addresses_hold_every_byte(shift: int) -> None:
+    """They are written past the caches, in vectors: heads and tails are not."""
+    nbytes = (4 << 20) + 1001
+    with group(2) as channels:
+        parts = [torch.randint(0, 255, (nbytes,), generator=torch.Generator().manual_seed(r)).byte() for r in range(2)]
+
+        def move(channel: Channel) -> bool:
+            gathered = torch.zeros(2 * nbytes + 100, dtype=torch.uint8)
+            channel.all_gather(gathered[shift:], parts[channel.rank]).wait()
+            spread = torch.zeros(9 << 20, dtype=torch.uint8)
+            if channel.rank == 1:
+                spread[shift : 2 * nbytes + shift] = torch.cat(parts)
+            channel.broadcast(spread[shift : 2 * nbytes + shift], 1).wait()
+            right = torch.cat(parts)
+            beyond = gathered[:shift].any() or gathered[2 * nbytes + shift :].any()
+            return bool(torch.equal(gathered[shift : 2 * nbytes + shift], right) and not beyond) and bool(
+                torch.equal(spread[shift : 2 * nbytes + shift], right) and not spread[2 * nbytes + shift :].any()
+            )
+
+        assert on_all(channels, move) == [True, True]
+
+
 def test_what_nobody_waits_for_goes_on_meanwhile() -> None:
     numel = 2 * LANE_BYTES // 4
     with group(2) as channels:
