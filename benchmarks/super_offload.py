@@ -124,7 +124,7 @@ def main() -> int:
     for engine in clipped:
         for _ in range(2):
             timed_step(engine, options.width, update=True)
-    undone = clipped[1].optimizer.speculation.undone
+    undone = clipped[1].optimizer.executors.speculation.undone
     equal_undone = same(*clipped)
     print(f"  equal bits: {equal}; with {undone} updates undone: {equal_undone}")
     if options.json:

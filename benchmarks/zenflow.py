@@ -96,7 +96,7 @@ def main() -> int:
     for engine in engines.values():
         for _ in range(2 * options.interval):  # states and buffers exist, and an update is under way
             timed_step(engine, options.width, update=True)
-    flow = engines["zenflow, overlap_step"].optimizer.zenflow
+    flow = engines["zenflow, overlap_step"].optimizer.executors.zenflow
     landed = flow.deferred.bytes_to_device
     device_s = note_time(flow.important, "take", "update", "publish")
     times: dict[str, list[float]] = {name: [] for name in (*engines, "no step")}

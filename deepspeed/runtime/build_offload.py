@@ -159,9 +159,9 @@ def start_zenflow(config: DeepSpeedConfig, optimizer: ZeroOptimizer | None, load
         ValueError: ``select_strategy`` is epoch, and neither is there.
     """
     flow = config.zero_config.zenflow
-    if flow is None or optimizer is None or optimizer.zenflow is None:
+    if flow is None or optimizer is None or optimizer.executors.zenflow is None:
         return
-    running = optimizer.zenflow
+    running = optimizer.executors.zenflow
     if running.select_steps is None:
         epochs = 1 if flow.select_interval == AUTO else int(flow.select_interval)
         running.select_steps = max(1, epochs * _steps_of_epoch(flow, loader, accumulation))

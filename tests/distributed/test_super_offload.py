@@ -35,7 +35,7 @@ def _guesses(stage: int, clip: float) -> tuple[int, int]:
     for index in range(3):
         _backward(engine, index)
         engine.step()
-    found = engine.optimizer.speculation
+    found = engine.optimizer.executors.speculation
     counts = found.right, found.undone
     engine.destroy()
     return counts

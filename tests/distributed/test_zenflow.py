@@ -243,13 +243,13 @@ def _replaced_weight(stage: int) -> None:
 
     engine = start(stage, {**LATE, "select_interval": 12}, "bf16")
     train(engine, 0, 4)  # the update of the third step lands with the sixth
-    assert engine.optimizer.zenflow.deferred.lands_later or dist.get_world_size() > 1
+    assert engine.optimizer.executors.zenflow.deferred.lands_later or dist.get_world_size() > 1
     param = next(engine.module.parameters())
     safe_set_full_fp32_param(param, torch.full((16, 16), 0.25))
     for index in (4, 5):
         backward(engine, index)
         engine.step()
-    (held, *_), chosen = weights(engine), engine.optimizer.zenflow.pieces
+    (held, *_), chosen = weights(engine), engine.optimizer.executors.zenflow.pieces
     columns = next(p.cut.chosen for p in chosen if p.bound.param is param and p.cut.chosen is not None)
     rest = [column for column in range(16) if column not in columns]
     assert torch.equal(held[:, rest], torch.full((16, len(rest)), 0.25).bfloat16())
@@ -298,7 +298,7 @@ def _another_share(folder: str, stage: int) -> None:
         engine = start(stage, {**LATE, "topk_ratio": before}, "bf16")
         train(engine, 0, 5)
         engine.save_checkpoint(folder, tag="a")
-        engine.optimizer.zenflow.options = replace(engine.optimizer.zenflow.options, topk=after)
+        engine.optimizer.executors.zenflow.options = replace(engine.optimizer.executors.zenflow.options, topk=after)
         resumed = start(stage, {**LATE, "topk_ratio": after}, "bf16")
         resumed.load_checkpoint(folder, tag="a")
         for one in (engine, resumed):
@@ -323,7 +323,7 @@ CHANGES = {
 
 def _change(engine: Any, flow: dict[str, Any]) -> None:
     """What a load does to an engine that saw the change, by hand."""
-    zenflow, overlap = engine.optimizer.zenflow, flow["overlap_step"]
+    zenflow, overlap = engine.optimizer.executors.zenflow, flow["overlap_step"]
     if not overlap:  # what is under way lands, and everybody hears of it
         zenflow._take_back()
         zenflow.important.publish(zenflow.deferred.land())
@@ -343,7 +343,7 @@ def _changed(folder: str, stage: int, change: str) -> None:
         engine = start(stage, before, "bf16")
         train(engine, 0, saved)
         engine.save_checkpoint(folder, tag=str(saved))
-        under_way = bool(engine.optimizer.zenflow.deferred.lands_later)
+        under_way = bool(engine.optimizer.executors.zenflow.deferred.lands_later)
         assert under_way is before["overlap_step"]
         _change(engine, after)
         resumed = start(stage, after, "bf16")
@@ -563,7 +563,7 @@ def _away_and_wired_anew(stage: int) -> None:
             one.step()
         if index in (1, 3):
             engine.offload_states(pin_memory=False)
-            assert not [kind for kind, _ in engine.optimizer.zenflow.storages() if kind in ("master", "optimizer")]
+            assert not [kind for kind, _ in engine.optimizer.executors.zenflow.storages() if kind in ("master", "optimizer")]
             engine.reload_states()
         if index == 4:  # as where parameters are unfrozen
             engine.optimizer.watch.remove()
@@ -603,7 +603,7 @@ def _unfreeze(stage: int) -> None:
         assert torch.equal(new, right) != (number in (2, 3))  # the new ones train, the old ones do not notice
         assert not torch.equal(old, new)
     train(engine, 6, 9)
-    assert engine.optimizer.zenflow.rounds == 9
+    assert engine.optimizer.executors.zenflow.rounds == 9
     engine.destroy()
     other.destroy()
 
@@ -624,7 +624,7 @@ def _near_and_far() -> None:
             start(3, None, "bf16", zero_optimization={"stage": 3, **zero(flow, offload_optimizer=spec)}),
             start(3, None, "bf16", zero_optimization={"stage": 3, **zero(flow, offload_param={"device": "cpu"})}),
         ]
-    assert engines[1].optimizer.zenflow.left
+    assert engines[1].optimizer.executors.zenflow.left
     for engine in engines:
         train(engine, 0, 5)
     plain = weights(engines[0])
@@ -644,7 +644,7 @@ def _held_bytes(stage: int) -> None:
     with apart():
         engine = start(stage, {**LATE, "select_interval": 6}, "bf16")
     train(engine, 0, 4)
-    flow, world = engine.optimizer.zenflow, dist.get_world_size()
+    flow, world = engine.optimizer.executors.zenflow, dist.get_world_size()
     weight, bias, columns = 3 * 16 * 16, 3 * 16, 4
     important = sum(piece.cut.numel for piece in flow.pieces)
     everybody = torch.tensor(important)
@@ -695,7 +695,7 @@ def _epochs() -> None:
         ({**epoch, "steps_per_epoch": 3}, {}, 6),
     ):
         engine = made(flow, **more)
-        assert engine.optimizer.zenflow.select_steps == steps
+        assert engine.optimizer.executors.zenflow.select_steps == steps
         engine.destroy()
     with pytest.raises(ValueError, match=r"zenflow.select_strategy is epoch.*zenflow.steps_per_epoch"):
         made(epoch)

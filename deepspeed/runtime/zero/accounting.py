@@ -49,12 +49,12 @@ def held_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim() and homes.get(id(leaf)) != "disk":
                 add(homes.get(id(leaf), "optimizer"), value)
-    if optimizer.zenflow is not None:
-        for kind, tensor in optimizer.zenflow.storages():
+    if optimizer.executors.zenflow is not None:
+        for kind, tensor in optimizer.executors.zenflow.storages():
             add(kind, tensor)
-    if optimizer.disk_states is not None:
-        totals["host"] += optimizer.disk_states.store.host_nbytes
-        totals["disk"] += optimizer.disk_states.store.nbytes
+    if optimizer.executors.disk is not None:
+        totals["host"] += optimizer.executors.disk.store.host_nbytes
+        totals["disk"] += optimizer.executors.disk.store.nbytes
     totals["workspace"] = optimizer.workspace.nbytes
     return totals
 
@@ -85,7 +85,8 @@ def expected_bytes(optimizer: ZeroOptimizer) -> dict[str, int]:
         if not group.aliased:
             totals["master"] += numel * group.master_dtype.itemsize // share
         totals["optimizer"] += states
-    for kind, nbytes in optimizer.zenflow.expected_bytes().items() if optimizer.zenflow is not None else ():
+    zenflow = optimizer.executors.zenflow
+    for kind, nbytes in zenflow.expected_bytes().items() if zenflow is not None else ():
         totals[kind] += nbytes
     share = optimizer.shards.world if placement.parameter_sharded else 1
     totals["parameter"] += sum(param.numel() * param.element_size() for _, param in optimizer.frozen) // share
@@ -98,7 +99,7 @@ def _extra_kinds(optimizer: ZeroOptimizer) -> dict[str, int]:
     home = optimizer.sharding.host if optimizer.sharding is not None else None
     kinds = {"host": 0} if any(group.offloaded for group in optimizer.groups) else {}
     kinds |= {home.kind: 0} if home is not None else {}
-    return kinds | ({"disk": 0} if optimizer.disk_states is not None else {})
+    return kinds | ({"disk": 0} if optimizer.executors.disk is not None else {})
 
 
 def _state_width(optimizer: ZeroOptimizer) -> float:

@@ -4,7 +4,7 @@
     reducer    GradReducer (several ranks) or LocalGrads (one rank)
     watch      BackwardWatch: autograd hooks -> reducer
     publisher  ParamPublisher: all-gather after the step
-    stepper    InlineStepper: the boundary
+    stepper    InlineStepper: the boundary, with the Executors beside it
 
 It owns the loss scaler's use, gradient clipping, and the public optimizer methods. Which stage runs is only a
 ``Placement``; what a boundary is, is the engine's matter.
@@ -27,7 +27,7 @@ from deepspeed.runtime.swap_tensor.host_store import HostMemory
 from deepspeed.runtime.zero import state_dict as zero_state
 from deepspeed.runtime.zero.admission import refuse_unsuited
 from deepspeed.runtime.zero.diagnose import refuse_unused, report_overflow, tell_unread_gradients
-from deepspeed.runtime.zero.disk_states import DiskStates
+from deepspeed.runtime.zero.executors import Executors
 from deepspeed.runtime.zero.fragment_link import unlink_fragments
 from deepspeed.runtime.zero.grouping import Grouping, exchange_for_leaves
 from deepspeed.runtime.zero.hooks import BackwardWatch
@@ -35,16 +35,13 @@ from deepspeed.runtime.zero.local_grads import LocalGrads
 from deepspeed.runtime.zero.norm import BoundaryFacts, boundary_facts, clip_coefficient
 from deepspeed.runtime.zero.offload_states import StatesAway
 from deepspeed.runtime.zero.optimizer_access import OptimizerAccess
-from deepspeed.runtime.zero.options import OffloadOptions, ZeroOptions
+from deepspeed.runtime.zero.options import ZeroOptions
 from deepspeed.runtime.zero.placement import Placement
 from deepspeed.runtime.zero.routes import GradRoute, ShardRanks
 from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
 from deepspeed.runtime.zero.sharded_module import ShardedModule
-from deepspeed.runtime.zero.speculation import Speculation
 from deepspeed.runtime.zero.stepper import InlineStepper, scale_in_place
 from deepspeed.runtime.zero.wiring import wire
-from deepspeed.runtime.zero.zenflow import resume
-from deepspeed.runtime.zero.zenflow.executor import ZenFlow
 
 
 class _Owner(weakref.ref["ZeroOptimizer"]):
@@ -92,7 +89,6 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
         self.options = options or ZeroOptions()
         self.loss_scaler = scaler
         self.clip_grad = self.options.clip
-        self.disk_states: DiskStates | None = None
         self.away = StatesAway()
         self.overflow = False
         self.skip_step = False  # set by clients, on all ranks: the next boundary updates nothing, as on overflow
@@ -101,8 +97,6 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
         self.grad_multiplier = 1.0  # the engine's correction for plain loss.backward() under accumulation
         self.should_reduce: Callable[[], bool] = lambda: True
         self.at_boundary: Callable[[], bool] = lambda: False  # of the backward that begins; False: not known
-        self.speculation: Speculation | None = None
-        self.zenflow: ZenFlow | None = None
         self.await_readers: Callable[[], None] = lambda: None  # returns when no thread reads masters and states
         self.on_raw_begin: Callable[[], None] = lambda: None
         self.client_steps: Any = None  # the engine's view of step() and zero_grad() called here
@@ -113,6 +107,7 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
         self.client_groups = [list(group["params"]) for group in base.param_groups]
         self.host = HostMemory(pin=self.options.offload.pin) if self.options.offload is not None else None
         self.groups: list[ShardGroup] = []
+        self.executors = Executors(base, self.groups, self.shards)
         made: list[ShardGroup] = []
         grouping = self._grouping()
         for index, members in enumerate(self.client_groups):
@@ -163,11 +158,19 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
             self.optimizer,
             self.workspace,
             self.publisher,
+            self.executors,
             split=self.options.elementwise,
             offload_numel=offload.unit_numel if offload is not None else 0,
         )
         if offload is not None:
-            self._wire_offload(offload)
+            self.executors.wire(
+                offload,
+                self.stepper.units,
+                reducer=self.reducer,
+                publisher=self.publisher,
+                at_boundary=lambda: self.at_boundary(),
+                unscale=self.unscale,
+            )
         self.watch = BackwardWatch(
             self.reducer,
             should_reduce=self._backward_begins,
@@ -178,43 +181,13 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
             or any(group.accum_dtype != group.dtype or group.offloaded for group in self.groups),
         )
 
-    def _wire_offload(self, offload: OffloadOptions) -> None:
-        units = self.stepper.units
-        if offload.disk is not None:
-            store = offload.disk(max([unit.numel * unit.group.master_dtype.itemsize for unit in units], default=1))
-            self.disk_states = self.stepper.disk = DiskStates(store, self.optimizer, units, self.disk_states)
-        if offload.speculate and self.reducer.replicas == 1:
-            if self.speculation is not None:
-                self.speculation.close()
-            self.speculation = self.stepper.speculation = Speculation(
-                self.optimizer, units, at_boundary=lambda: self.at_boundary(), unscale=self.unscale
-            )
-            self.reducer.on_landed = self.speculation.landed
-        if offload.zenflow is not None and any(unit.group.offloaded for unit in units):
-            before, steps = self.zenflow, offload.zenflow.select_steps
-            if before is not None:
-                before.hold_still()
-                before.close()
-                steps = before.select_steps
-            self.zenflow = self.stepper.zenflow = ZenFlow(
-                self.optimizer, self.groups, units, offload.zenflow, self.shards, self.publisher.publish
-            )
-            self.zenflow.select_steps = steps
-            if before is not None:
-                self.states_loaded(with_states=True)
-
     def settle_states(self, bounds: Sequence[BoundFragment]) -> None:
         """Base-optimizer states of these fragments, just made or loaded, go where their group keeps them."""
-        if self.disk_states is not None:
-            self.disk_states.settle(bounds)
-        if self.zenflow is None:
-            resume.drop(self.optimizer, self.groups, bounds)
+        self.executors.settle_states(bounds)
 
     def states_loaded(self, *, with_states: bool) -> None:
         """Weights and masters, and with ``with_states`` states, have been loaded on all ranks. Collective."""
-        if self.zenflow is not None:
-            self.zenflow.adopt(with_states=with_states)
-            self.publisher.wait()
+        self.executors.states_loaded(self.publisher, with_states=with_states)
 
     def adopt_unfrozen(self) -> list[str]:
         """Take up parameters of the optimizer's groups that have become trainable; call between windows only.
@@ -276,17 +249,13 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
         self._measure()
 
     def _backward_begins(self) -> bool:
-        if self.speculation is not None:
-            self.await_readers()
-            self.speculation.begin()
+        self.executors.begin_backward(self.await_readers)
         return self.should_reduce()
 
     def hold_still(self) -> None:
         """Masters and states are those of the last step when this returns, and may be written to."""
         self.await_readers()
-        self.undo_speculation()
-        if self.zenflow is not None:
-            self.zenflow.hold_still()
+        self.executors.hold_still()
 
     def memory_of_states(self) -> frozenset[int]:
         """Addresses of storages that only :meth:`step` and who calls :meth:`hold_still` before write to.
@@ -301,11 +270,6 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
                 found.update(value.untyped_storage().data_ptr() for value in held if _is_large(value))
         return frozenset(found)
 
-    def undo_speculation(self) -> None:
-        """Masters and states are those of the last step when this returns."""
-        if self.speculation is not None:
-            self.speculation.roll_back()
-
     def _backward_ending(self) -> None:
         if self.sharding is not None:
             self.sharding.gatherer.clear_out()
@@ -316,7 +280,7 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
 
     def rescale_grads(self, factor: float) -> None:
         """Multiply everything the window holds by ``factor``."""
-        self.undo_speculation()
+        self.executors.roll_back()
         self.reducer.wait()
         self._host_settled()  # or what is still on its way would land over the product
         with torch.no_grad():
@@ -330,7 +294,7 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
 
     def reduce_now(self) -> None:
         """Finish this window's reductions so that gradients can be read or changed before ``step``. Collective."""
-        self.undo_speculation()
+        self.executors.roll_back()
         self._reduce_now()
 
     def _reduce_now(self) -> None:
@@ -369,7 +333,7 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
 
     def _facts(self) -> BoundaryFacts:
         want = self.options.compute_norm or self.clip_grad > 0 or self.precision.check_overflow
-        failure = None if self.zenflow is None else self.zenflow.failure
+        failure = self.executors.failure
         facts = boundary_facts(self.reducer, self.workspace, want_norm=want, failure=failure)
         if facts.left_overs:
             self.reducer.send_all()
@@ -420,7 +384,7 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
         non_finite = self.precision.check_overflow and facts.overflow
         self.overflow, self.skip_step = non_finite or self.skip_step, False
         if self.overflow:
-            self.undo_speculation()
+            self.executors.roll_back()
         if non_finite:
             scale = self.loss_scale if self.needs_scaler() else None
             report_overflow(self.groups, scale, first_rank=self.rank == 0)
@@ -447,7 +411,7 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
 
     def clear_window(self) -> None:
         """Forget gradients and start a new window (after a step, a skipped step, or ``zero_grad``)."""
-        self.undo_speculation()
+        self.executors.roll_back()
         self.reducer.reset()
         self.watch.new_window()
         for group in self.groups:
@@ -488,12 +452,7 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
             return
         self.await_readers()  # page-locked memory would be given back under them
         self.watch.remove()
-        if self.speculation is not None:
-            self.speculation.close()
-        if self.zenflow is not None:
-            self.zenflow.close()
-        if self.disk_states is not None:
-            self.disk_states.close()
+        self.executors.close()
         for group in self.groups:
             for param in group.params:
                 if hasattr(param, "_ds_zero_owner"):

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.offload_states import offload_zero_states, reload_ze
 from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.zero.zenflow.executor import ZenFlow
+    from deepspeed.runtime.zero.executors import Executors
 
 
 class OptimizerAccess:
@@ -28,7 +28,7 @@ class OptimizerAccess:
     names: dict[int, str]
     reducer: Any
     publisher: Any
-    zenflow: ZenFlow | None
+    executors: Executors
     await_readers: Callable[[], None]
 
     def hold_still(self) -> None: ...
@@ -68,8 +68,8 @@ class OptimizerAccess:
 
     def publish_masters(self) -> None:
         """The model takes the masters' values, on every rank (after masters were written). Collective."""
-        if self.zenflow is not None:
-            self.zenflow.hold_still()  # masters of important columns are elsewhere
+        if self.executors.zenflow is not None:
+            self.executors.zenflow.hold_still()  # masters of important columns are elsewhere
         self.reducer.forget_feedback()
         for group in self.groups:
             if not group.sharded:
@@ -93,8 +93,8 @@ class OptimizerAccess:
     ) -> None:
         """See :func:`offload_states.offload_zero_states`."""
         self.hold_still()
-        if self.zenflow is not None:
-            self.zenflow.leave_device()
+        if self.executors.zenflow is not None:
+            self.executors.zenflow.leave_device()
         offload_zero_states(cast(Any, self), include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:

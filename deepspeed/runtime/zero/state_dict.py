@@ -123,8 +123,7 @@ def base_state(optimizer: ZeroOptimizer, join: Join) -> tuple[dict[str, Any], li
     Raises ValueError naming the parameter and key of a state value that is not plain data, and RuntimeError where a
     failure beside training has spoilt the states.
     """
-    if optimizer.zenflow is not None:
-        optimizer.zenflow.deferred.refuse_spoilt()
+    optimizer.executors.refuse_spoilt()
     states: dict[int, dict[str, Any]] = {}
     tables = []
     for number, group in enumerate(optimizer.groups):

@@ -6,8 +6,8 @@ The update runs over *units*: fragments whose gradients, cast to the master dtyp
 fp16 model never holds a full fp32 copy of its gradients. Where gradients already have the master's dtype there is one
 unit and no copy. Our own optimizers with kernels need no cast gradients at all (``fused_update.py``).
 
-The executor here is inline: one unit after the other on the calling thread. Pipelined (``disk_states.py``),
-speculative (``speculation.py``) and asynchronous ones (``zenflow/``) stand beside it.
+The executor here is inline: one unit after the other on the calling thread. Pipelined, speculative and asynchronous
+ones stand beside it (``executors.py``).
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspeed.runtime.zero.bucket import Workspace
-from deepspeed.runtime.zero.disk_states import DiskStates
 from deepspeed.runtime.zero.fused_update import FusedUpdate, rows_of
 from deepspeed.runtime.zero.layout import Segment
 from deepspeed.runtime.zero.norm import BoundaryFacts
 from deepspeed.runtime.zero.publish import Publisher
 from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
 from deepspeed.runtime.zero.slices import can_slice, step_in_slices
-from deepspeed.runtime.zero.speculation import Speculation
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.zero.zenflow.executor import ZenFlow
+    from deepspeed.runtime.zero.executors import Executors
 
 
 @dataclass(slots=True, eq=False)
@@ -59,23 +57,25 @@ class InlineStepper:
         base: torch.optim.Optimizer,
         workspace: Workspace,
         publisher: Publisher,
+        executors: Executors,
         *,
         split: bool,
         offload_numel: int = 0,
     ) -> None:
-        """``offload_numel``: at most this many elements of an offloaded group are updated at a time."""
+        """``executors`` are asked first for each unit.
+
+        ``offload_numel``: at most this many elements of an offloaded group are updated at a time.
+        """
         self.groups = list(groups)
         self.fused = FusedUpdate(base)
         self.offload_numel = offload_numel
         self.base = base
         self.workspace = workspace
         self.publisher = publisher
+        self.executors = executors
         # ``split``: the base optimizer may be called once per unit (its update of one leaf does not look at others).
         self.split = split
         self.units = [unit for number, group in enumerate(self.groups) for unit in self._units(number, group)]
-        self.disk: DiskStates | None = None  # of the units whose masters and states are in files
-        self.speculation: Speculation | None = None  # of units that were updated during backward
-        self.zenflow: ZenFlow | None = None  # of units whose important columns alone are updated at once
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -97,10 +97,11 @@ class InlineStepper:
     @torch.no_grad()
     def update(self, facts: BoundaryFacts, scale: float) -> None:
         """One optimizer step. Gradients are multiplied by ``scale`` (unscale, clip, op) on the way."""
-        if self.speculation is not None:
-            self.speculation.settle(facts, scale)
+        speculation, zenflow, disk = self.executors.speculation, self.executors.zenflow, self.executors.disk
+        if speculation is not None:
+            speculation.settle(facts, scale)
         # Gradients used where they lie go first, in one call: a later call must not find them on their leaves again.
-        units = self.units if self.zenflow is None else self.zenflow.update(facts, scale)
+        units = self.units if zenflow is None else zenflow.update(facts, scale)
         left = [unit for unit in units if not self._update_fused(unit, facts, scale)]
         in_place = [unit for unit in left if self._in_place(unit, facts) and not unit.group.on_disk]
         for unit in in_place:
@@ -111,24 +112,25 @@ class InlineStepper:
             if id(unit) not in chosen and not self._step_in_slices(unit, facts, scale):
                 self._hand_over(unit, facts, scale)
                 self._apply([unit])
-                if self.disk is not None:
-                    self.disk.settle_unit(unit)
-        if self.disk is not None:
-            self.disk.finish()
+                if disk is not None:
+                    disk.settle_unit(unit)
+        if disk is not None:
+            disk.finish()
         # Schedulers look at it, to tell who steps first; a rank that owns nothing has called no ``step``.
         self.base._opt_called = True  # type: ignore[attr-defined]
         self.publisher.wait()
 
     def _update_fused(self, unit: Unit, facts: BoundaryFacts, scale: float) -> bool:
         touched = facts.touched[unit.number]
-        if self.speculation is not None and self.speculation.commit(unit):
+        speculation, disk = self.executors.speculation, self.executors.disk
+        if speculation is not None and speculation.commit(unit):
             done = True
-        elif self.disk is not None and self.disk.holds(unit):
+        elif disk is not None and disk.holds(unit):
             if rows_of(self.base) is None:
                 return False
-            with self.disk.at_hand(unit):
+            with disk.at_hand(unit):
                 done = self.fused.update(unit, touched, scale)
-            self.disk.settle_unit(unit)
+            disk.settle_unit(unit)
         else:
             done = self.fused.update(unit, touched, scale)
         if not done:
