@@ -59,7 +59,7 @@ _CODE = ("-std=c++17", "-O3", "-fno-math-errno", "-Wall", "-Wextra")
 _FLAGS = (*_CODE, "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # Compiler flags one library needs beside the common ones.
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "aio": ("-O2",),
+    "aio": ("-O1",),  # it waits for files
     "crc32": ("-O2",),
     # Multiplications and additions are fused where the source says so and nowhere else: bits are compared with torch.
     # Vectors are written out, so that -O2 makes the same loops as -O3 in half the time.
