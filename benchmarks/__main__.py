@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-SHARED = {"__main__", "__init__", "peers", "slow_link"}
+SHARED = {"__main__", "__init__", "peers", "slow_link", "two_hosts"}
 
 
 def names() -> list[str]:

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from peers import run_ranks
 from two_hosts import TwoHosts
 
 WORKER = Path(__file__).with_name("transport_worker.py")
+STEP_WORKER = Path(__file__).with_name("transport_step_worker.py")
 SPIN = "while True: pass"
 # The most that is aimed at, by kind and size of the full tensor: gloo's time / ours.
 AIMS = {("all_reduce", 4 << 10): 15.0}
@@ -78,8 +80,33 @@ def on_two_hosts(options: argparse.Namespace, arguments: list[str]) -> dict[str,
         return record
     with TwoHosts(options.ranks, options.mbit) as hosts:
         found = run_ranks(sys.executable, WORKER, options.ranks, arguments, hosts.place)
+        record["steps"] = step_table(options, hosts)
     record["slow"] = table(f"{options.ranks} ranks on two hosts, {options.mbit:g} Mbit/s between them, us", found, True)
     return record
+
+
+def step_table(options: argparse.Namespace, hosts: TwoHosts) -> dict[str, Any]:
+    """Whole steps by both ways, in alternating runs: milliseconds, best and median of all runs' steps."""
+    runs: dict[str, list[dict[str, Any]]] = {"0": [], "1": []}
+    for _ in range(options.rounds):
+        for switch, found in runs.items():
+
+            def place(rank: int, switch: str = switch) -> tuple[list[str], dict[str, str]]:
+                words, further = hosts.place(rank)
+                return words, {**further, "DS_SHM": switch}
+
+            found.append(run_ranks(sys.executable, STEP_WORKER, options.ranks, [], place))
+    print(f"\na training step, {options.mbit:g} Mbit/s between the hosts, ms, best and median by gloo and by both ways")
+    rows = {}
+    for name in (key for key in runs["0"][0] if key.startswith("stage")):
+        plain, both = (
+            [1e3 * f([run[name][i] for run in runs[s]]) for i, f in ((0, min), (1, statistics.median))] for s in "01"
+        )
+        ratios = [one / other for one, other in zip(plain, both, strict=True)]
+        numbers = "".join(f"{value:10.1f}" for value in (*plain, *both))
+        print(f"  {name:<12}{numbers}   {ratios[0]:.2f}, {ratios[1]:.2f}")
+        rows[name] = {"gloo": plain, "both": both, "ratios": ratios}
+    return rows
 
 
 def on_one_host(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:

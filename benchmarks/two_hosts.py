@@ -42,7 +42,8 @@ class TwoHosts:
                 for device in ("cable", "lo"):
                     _run("ip", "-n", name, "link", "set", device, "up")
                 if self._mbit:
-                    limit = ("rate", f"{self._mbit}mbit", "burst", "256kb", "latency", "50ms")
+                    # A queue that long loses nothing.
+                    limit = ("rate", f"{self._mbit}mbit", "burst", "256kb", "latency", "400ms")
                     _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "cable", "root", "tbf", *limit)
         except BaseException:
             self._remove()

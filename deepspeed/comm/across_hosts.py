@@ -72,7 +72,7 @@ def layout_of(identities: Sequence[bytes], rank: int) -> HostLayout | str:
 
 
 class HostsChannel:
-    """See the module. The methods are those of `Channel`; tensors are contiguous and on the host."""
+    """See the module. Methods are those of `Channel`, without all-to-alls; tensors are contiguous and on the host."""
 
     __slots__ = ("__weakref__", "_buffers", "_group", "_peers", "_relay", "layout", "local")
 
@@ -111,13 +111,6 @@ class HostsChannel:
             group: Any = self._group()
             return group.broadcast(_bytes(tensor), root)
         return self._relay.start(self._broadcast(_bytes(tensor), root), (tensor,))
-
-    def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, receive_bytes: Sequence[int], send_bytes: Sequence[int]
-    ) -> Any:
-        """See `Channel.all_to_all`; by gloo."""
-        group: Any = self._group()
-        return group.alltoall_base(_bytes(output), _bytes(input), list(receive_bytes), list(send_bytes))
 
     def barrier(self) -> RelayWork:
         """See `Channel.barrier`."""

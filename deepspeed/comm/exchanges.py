@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm.group_facts import Group, GroupFacts
 from deepspeed.comm.pending import What
 from deepspeed.comm.same_host import AnyChannel, channel_of
-from deepspeed.comm.shm_channel import fold_of, reduction_code
+from deepspeed.comm.shm_channel import Channel, fold_of, reduction_code
 
 __all__ = ["piece_bytes", "start_all_to_all", "start_barrier", "start_host_reduction"]
 
@@ -50,7 +50,7 @@ def start_all_to_all(
 ) -> Any:
     """The work of an all-to-all of contiguous tensors whose splits count rows of dim 0; None: equal ones."""
     channel = channel_of(facts, input, "all_to_all", what, input.nbytes)
-    if channel is None:
+    if channel.__class__ is not Channel:  # across hosts every pair of ranks has bytes of its own: gloo's do
         return pg.alltoall_base(output, input, list(output_splits or ()), list(input_splits or ()))
     sizes = [
         piece_bytes(tensor, splits, facts.size) for tensor, splits in ((output, output_splits), (input, input_splits))

@@ -15,7 +15,7 @@ import torch
 from deepspeed.comm import exchanges
 from deepspeed.comm.group_facts import GroupFacts
 from deepspeed.comm.same_host import channel_of
-from deepspeed.comm.shm_channel import fold_of, reduction_code
+from deepspeed.comm.shm_channel import Channel, fold_of, reduction_code
 
 __all__ = [
     "all_gather_list",
@@ -111,7 +111,7 @@ def all_to_all(
 ) -> tuple[Any, Finish] | None:
     """As `all_reduce`; splits count rows of dim 0; tensors that `check_all_to_all` has passed."""
     channel = channel_of(facts, tensor, "all_to_all", "", tensor.nbytes)
-    if channel is None or not _is_plain(tensor):
+    if channel.__class__ is not Channel or not _is_plain(tensor):
         return None
     dense = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
     sizes = [
