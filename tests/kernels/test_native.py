@@ -197,6 +197,44 @@ def test_tensors_at_odd_addresses() -> None:
     assert torch.equal(ours, theirs)
 
 
+TURNS = [32 * k + tail for k in range(8) for tail in (0, 3, 16)][1:]  # whole turns of a loop and what is left
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("decay", (0.0, 0.1))
+def test_runs_of_a_few_turns(dtype: torch.dtype, decay: float) -> None:
+    """The parts of a rule are done some turns apart, which takes a beginning and an end."""
+    ours, theirs = ([torch.nn.Parameter(torch.linspace(-1, 1, n).to(dtype)) for n in TURNS] for _ in range(2))
+    optimizer = DeepSpeedCPUAdam(ours, lr=0.01, weight_decay=decay, fp32_optimizer_states=False)
+    reference = torch.optim.AdamW(theirs, lr=0.01, weight_decay=decay, fused=True)
+    for step in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.sin(torch.arange(mine.numel()) + step).to(dtype)
+            other.grad = mine.grad.clone()
+        optimizer.step()
+        reference.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other), mine.numel()
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[mine][key], reference.state[other][key]), (mine.numel(), key)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_the_boundary_in_runs_of_a_few_turns() -> None:
+    ours, theirs = ([torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in TURNS] for _ in range(2))
+    optimizer, reference = (DeepSpeedCPUAdam(params, lr=0.01, weight_decay=0.1) for params in (ours, theirs))
+    outs = [torch.empty(n, dtype=torch.bfloat16) for n in TURNS]
+    for step in range(2):
+        grads = [torch.sin(torch.arange(n) + step).bfloat16() for n in TURNS]
+        for param, grad in zip(theirs, grads, strict=True):
+            param.grad = grad.float() * 0.3
+        reference.step()
+        optimizer.update_from(list(zip(ours, grads, outs, strict=True)), 0.3)
+    assert all(map(torch.equal, ours, theirs))
+    assert all(torch.equal(out, param.bfloat16()) for out, param in zip(outs, theirs, strict=True))
+
+
 # ---- columns
 
 
