@@ -29,8 +29,9 @@ __all__ = ["Hops", "Relay", "RelayWork"]
 
 Hops: TypeAlias = "Iterator[tuple[Any, ...]]"
 
-# The thread looks this often whether it is to end while other ranks keep it waiting.
-_SLICE_S = 0.2
+# The thread looks this often whether a hop is over. It never waits for one: whoever does then moves on by itself, and
+# needs not be woken by the thread nor wait until that gets the interpreter's lock.
+_LOOK_S = 0.001
 # A shorter wait would be all rounding: works count in milliseconds.
 _LEAST_S = 0.01
 # A wait of a work that raises before this share of its limit has failed; later, it has timed out.
@@ -82,12 +83,12 @@ class RelayWork:
         return future
 
     def move(self, limit_s: float) -> bool:
-        """Go on for so long; whether the operation is over. For `Relay`, on one thread at a time."""
+        """Go on for so long, with 0 without waiting; whether it is over. For `Relay`, one thread at a time."""
         end = time.monotonic() + limit_s
         try:
             while self._hops is not None:
                 while self._works:
-                    if not _arrives(self._works[0], max(end - time.monotonic(), _LEAST_S)):
+                    if not _arrives(self._works[0], max(end - time.monotonic(), _LEAST_S) if limit_s else 0.0):
                         return False
                     del self._works[0]
                 with torch.inference_mode(self._inference), torch.no_grad():
@@ -112,7 +113,12 @@ class RelayWork:
 
 
 def _arrives(work: Any, limit_s: float) -> bool:
-    """Wait for one work of a hop; False when the limit has passed. Raises what the work raises."""
+    """Wait for one work of a hop, with 0 only look; False when the limit has passed. Raises what the work raises."""
+    if not limit_s:
+        if work.is_completed():
+            work.wait()
+            return True
+        return False
     began = time.monotonic()
     try:
         work.wait(timedelta(seconds=limit_s))
@@ -157,7 +163,7 @@ class Relay:
             if left <= 0:
                 return False
             with self._changed:
-                if self._moving or self._beside:
+                if self._moving:
                     self._changed.wait(left)
                     continue
                 self._moving = True
@@ -182,7 +188,7 @@ class Relay:
             thread, self._thread = self._thread, None
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(10 * _SLICE_S)
+            thread.join(1.0)
         self._drop(why)
 
     def forget(self, why: str) -> None:
@@ -195,15 +201,20 @@ class Relay:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._closed or (self._beside and not self._moving)):
+                while not (self._closed or self._beside):
                     self._changed.wait()
                 if self._closed:
                     return
-                self._moving = True
-            self._move_on(time.monotonic() + _SLICE_S, None)
+                free, self._moving = not self._moving, True
+            if free:
+                self._move_on(None, None)
+            time.sleep(_LOOK_S)
 
-    def _move_on(self, end: float, until: RelayWork | None) -> None:
-        """Move the queue on until then, or until one of it is over. The caller has set `_moving`."""
+    def _move_on(self, end: float | None, until: RelayWork | None) -> None:
+        """Move the queue on until then (None: as far as it goes without waiting), or until one of it is over.
+
+        The caller has set `_moving`.
+        """
         try:
             while True:
                 with self._changed:
@@ -211,7 +222,7 @@ class Relay:
                         self._beside = False
                         return
                     work = self._queue[0]
-                if not work.move(max(end - time.monotonic(), _LEAST_S)):
+                if not work.move(0.0 if end is None else max(end - time.monotonic(), _LEAST_S)):
                     return
                 with self._changed:
                     if self._queue and self._queue[0] is work:
