@@ -42,7 +42,15 @@ typedef float Eight32 __attribute__((vector_size(32)));
 
 constexpr int NEAREST = 0;  // to nearest even, whatever the control word says
 
-inline float widen(f16 value) { return __builtin_ia32_vcvtph2ps(Eight16{short(value.bits)})[0]; }
+inline Eight32 widen_eight(Eight16 halves) {
+#if defined(__clang__)
+    typedef _Float16 Numbers __attribute__((vector_size(16)));
+    return __builtin_convertvector((Numbers)halves, Eight32);  // the one instruction, which has no name here
+#else
+    return __builtin_ia32_vcvtph2ps256(halves);
+#endif
+}
+inline float widen(f16 value) { return widen_eight(Eight16{short(value.bits)})[0]; }
 inline f16 narrow_f16(float value) { return f16{uint16_t(__builtin_ia32_vcvtps2ph(Four32{value}, NEAREST)[0])}; }
 #elif defined(__aarch64__)
 inline float widen(f16 value) {
@@ -100,7 +108,7 @@ inline void load(A* acc, const T* from, size_t n) {
             for (; i + 8 <= n; i += 8) {
                 Eight16 halves;
                 std::memcpy(&halves, from + i, sizeof halves);
-                const Eight32 values = __builtin_ia32_vcvtph2ps256(halves);
+                const Eight32 values = widen_eight(halves);
                 std::memcpy(acc + i, &values, sizeof values);
             }
 #endif
