@@ -1,7 +1,7 @@
 """Collectives between the ranks of one host: shared memory against gloo, interleaved in the same processes.
 
     python benchmarks/transport.py [--ranks 2] [--rounds 5] [--json FILE]
-    python benchmarks/transport.py --hosts [--ranks 4] [--mbit 1000]
+    python benchmarks/transport.py --hosts [--ranks 4] [--mbit 1000]   (0: a cable as fast as the kernel)
 
 Microseconds of a call as a program makes it, `deepspeed.comm` against `torch.distributed`, best and median of the calls
 of rank 0. The second table has one busy process more per core (`--busy` of them), so that ranks are taken off their
