@@ -563,7 +563,8 @@ def _away_and_wired_anew(stage: int) -> None:
             one.step()
         if index in (1, 3):
             engine.offload_states(pin_memory=False)
-            assert not [kind for kind, _ in engine.optimizer.executors.zenflow.storages() if kind in ("master", "optimizer")]
+            held = {kind for kind, _ in engine.optimizer.executors.zenflow.storages()}
+            assert not held & {"master", "optimizer"}
             engine.reload_states()
         if index == 4:  # as where parameters are unfrozen
             engine.optimizer.watch.remove()
