@@ -16,8 +16,10 @@ same hops in the same order; one thread at a time moves them; after a failure no
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -132,6 +134,18 @@ def _arrives(work: Any, limit_s: float) -> bool:
         return False
 
 
+_relays: weakref.WeakSet[Relay] = weakref.WeakSet()
+
+
+def _end_threads() -> None:
+    """A thread that the interpreter ends inside a call of torch takes the process with it."""
+    for relay in list(_relays):
+        relay.end_thread()
+
+
+atexit.register(_end_threads)
+
+
 class Relay:
     """The operations of one group; see the module. `on_failure` runs once, on the thread that meets the failure."""
 
@@ -144,6 +158,8 @@ class Relay:
         self._beside = False  # the thread is to go on with the queue
         self._closed = ""
         self._thread: threading.Thread | None = None
+        self._ending = False  # of the program: no thread any more
+        _relays.add(self)
 
     def start(self, hops: Hops, outputs: tuple[torch.Tensor, ...]) -> RelayWork:
         """Queue an operation. It begins with the next wait, or with :meth:`background`."""
@@ -173,7 +189,7 @@ class Relay:
     def background(self) -> None:
         """Let what has been started go on while the program computes."""
         with self._changed:
-            if not self._queue or self._beside:
+            if not self._queue or self._beside or self._ending:
                 return
             self._beside = True
             if self._thread is None:
@@ -185,11 +201,17 @@ class Relay:
         """Start nothing any more, end the thread, fail what is under way. Idempotent."""
         with self._changed:
             self._closed = self._closed or why
+        self.end_thread()
+        self._drop(why)
+
+    def end_thread(self) -> None:
+        """What is under way goes on in waits alone."""
+        with self._changed:
+            self._ending = True
             thread, self._thread = self._thread, None
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)
-        self._drop(why)
 
     def forget(self, why: str) -> None:
         """In a forked child: the thread and the hops are the parent's."""
@@ -201,9 +223,9 @@ class Relay:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._closed or self._beside):
+                while not (self._ending or self._beside):
                     self._changed.wait()
-                if self._closed:
+                if self._ending:
                     return
                 free, self._moving = not self._moving, True
             if free:

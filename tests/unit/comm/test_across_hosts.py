@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm import across_hosts, shm_channel
+from deepspeed.comm import across_hosts, relay, shm_channel
 from deepspeed.comm.across_hosts import HostLayout, HostsChannel, layout_of
 from deepspeed.comm.relay import Relay
 from deepspeed.comm.shm_channel import Channel, reduction_code
@@ -268,6 +268,20 @@ def test_who_polls_finds_what_the_thread_has_done() -> None:
     assert not left
 
 
+def test_threads_end_with_the_program_and_waits_go_on() -> None:
+    with cluster(2, 2) as channels:
+        tensors = [torch.ones(3) for _ in channels]
+        works = [c.all_reduce(t, code_of(torch.float32)) for c, t in zip(channels, tensors, strict=True)]
+        for channel in channels[:3]:
+            channel.background()
+        relay._end_threads()
+        assert not [thread for thread in threading.enumerate() if thread.name == "deepspeed-relay"]
+        for channel in channels:
+            channel.background()
+        assert not [thread for thread in threading.enumerate() if thread.name == "deepspeed-relay"]
+        assert in_threads(4, lambda rank: works[rank].wait() and float(tensors[rank].sum())) == [12.0] * 4
+
+
 def test_inference_tensors_may_be_reduced_beside_the_program() -> None:
     with cluster(2, 2) as channels:
 
@@ -284,16 +298,16 @@ def test_inference_tensors_may_be_reduced_beside_the_program() -> None:
 
 def test_a_failure_between_hops_is_told_once_and_ends_the_relay() -> None:
     failures: list[int] = []
-    relay = Relay(1.0, lambda: failures.append(1))
+    lonely = Relay(1.0, lambda: failures.append(1))
 
     def broken() -> Iterator[tuple[Any, ...]]:
         yield ()
         raise ValueError("no such dtype")
 
-    first, second = relay.start(broken(), ()), relay.start(iter(()), ())
+    first, second = lonely.start(broken(), ()), lonely.start(iter(()), ())
     with pytest.raises(RuntimeError, match="no such dtype"):
         first.wait()
     with pytest.raises(RuntimeError, match="an earlier call"):
         second.wait()
     assert failures == [1]
-    relay.close("done")
+    lonely.close("done")
