@@ -109,6 +109,8 @@ class Writer:
         flat = tensor.detach().reshape(-1)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
             piece = flat[start : start + _PIECE_NUMEL].cpu().contiguous()
+            if piece.numel() == 1:
+                piece = piece.as_strided((1,), (1,))  # one element may keep any stride, which a view in bytes refuses
             file.write(memoryview(piece.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
     def finish(self) -> list[Path]:

@@ -41,6 +41,11 @@ _TYPED_STORAGES: dict[torch.dtype, Any] = {
     torch.bool: torch.BoolStorage,
     torch.complex64: torch.ComplexFloatStorage,
     torch.complex128: torch.ComplexDoubleStorage,
+    torch.qint8: torch.QInt8Storage,
+    torch.quint8: torch.QUInt8Storage,
+    torch.qint32: torch.QInt32Storage,
+    torch.quint4x2: torch.QUInt4x2Storage,
+    torch.quint2x4: torch.QUInt2x4Storage,
 }
 
 

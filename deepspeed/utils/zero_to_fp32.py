@@ -141,7 +141,8 @@ class GatheredTensor:
                 if bridge is not None and isinstance(piece, tensors.PlainTensor):
                     yield cast(piece, tensors.DTYPES[self.dtype_name])
                 else:
-                    yield memoryview(piece.to(self.dtype).contiguous().view(_torch().uint8).numpy())
+                    whole = piece.to(self.dtype).contiguous()
+                    yield memoryview(whole.as_strided(whole.shape, (1,)).view(_torch().uint8).numpy())
 
 
 def _of_torch(value: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 from deepspeed.utils.torch_archive import symbols
 from deepspeed.utils.torch_archive.archive import Record, records
 from deepspeed.utils.torch_archive.symbols import NeedsTorch
-from deepspeed.utils.torch_archive.tensors import DTYPES, DType, PlainTensor, Size, next_address
+from deepspeed.utils.torch_archive.tensors import DTYPES, DType, PlainTensor, Size, Storage, next_address
 
 __all__ = ["MappedFile", "NeedsTorch", "load", "mapped"]
 
@@ -79,15 +79,6 @@ def _content(data: memoryview, record: Record) -> bytes:
     return content
 
 
-class _Storage:
-    """A storage of a file. ``dtype`` None: bytes."""
-
-    __slots__ = ("address", "data", "dtype")
-
-    def __init__(self, data: memoryview, dtype: DType | None, address: int) -> None:
-        self.data, self.dtype, self.address = data, dtype, address
-
-
 class _Unpickler(pickle.Unpickler):
     """See the module docstring."""
 
@@ -95,7 +86,7 @@ class _Unpickler(pickle.Unpickler):
         self._data, self._address = memoryview(file), file.address
         super().__init__(io.BytesIO(_content(self._data, found["data.pkl"])))
         self._records, self._find = found, find_class
-        self._storages: dict[str, _Storage] = {}
+        self._storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         path = f"{module}.{name}"
@@ -105,7 +96,7 @@ class _Unpickler(pickle.Unpickler):
             return self._find(module, name) or symbols.find(path)
         return self._find(module, name)
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> Storage:
         kind, storage, key, _, numel = pid
         if kind != "storage" or not isinstance(storage, symbols.StorageKind):
             raise NeedsTorch(f"a reference to {pid}")
@@ -115,15 +106,15 @@ class _Unpickler(pickle.Unpickler):
             if record is None or record.nbytes < nbytes:
                 raise ValueError(f"storage {key} of {nbytes} bytes is not in the file")
             part = self._data[record.start : record.start + record.nbytes]
-            self._storages[key] = _Storage(part, storage.dtype, self._address + record.start)
+            self._storages[key] = Storage(part, storage.dtype, self._address + record.start)
         return self._storages[key]
 
 
 # ---- what torch's functions make of a storage ----------------------------------------------------------------------
 
 
-def _tensor(storage: _Storage, offset: int, shape: Any, strides: Any, dtype: DType | None, grad: bool) -> PlainTensor:
-    if type(storage) is not _Storage or not isinstance(dtype, DType):
+def _tensor(storage: Storage, offset: int, shape: Any, strides: Any, dtype: DType | None, grad: bool) -> PlainTensor:
+    if type(storage) is not Storage or not isinstance(dtype, DType):
         raise ValueError("a tensor over something that is no storage")
     return PlainTensor(storage.data, dtype, shape, strides, offset, requires_grad=bool(grad), address=storage.address)
 

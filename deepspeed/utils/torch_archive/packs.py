@@ -111,5 +111,7 @@ def _torch_pieces(part: Any, dtype: Any) -> Iterator[Piece]:
     step = max(1, _PIECE_NBYTES // dtype.itemsize)
     flat = part.resolve_conj().resolve_neg().reshape(-1)  # 1D, elements; copies only what is not contiguous
     for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step].to(device="cpu", dtype=dtype)
-        yield memoryview(piece.contiguous().view(torch.uint8).numpy()), None
+        piece = flat[start : start + step].to(device="cpu", dtype=dtype).contiguous()
+        if piece.numel() == 1:
+            piece = piece.as_strided((1,), (1,))  # one element may keep any stride, which a view in bytes refuses
+        yield memoryview(piece.view(torch.uint8).numpy()), None

@@ -16,7 +16,7 @@ from typing import Any
 from deepspeed.utils.torch_archive import symbols
 from deepspeed.utils.torch_archive.packs import ArchiveFile, Pack, Slice, StorageReference
 from deepspeed.utils.torch_archive.symbols import Call, NeedsTorch, StorageKind, Symbol
-from deepspeed.utils.torch_archive.tensors import DType, PlainTensor, Size, contiguous_strides, dtype_of
+from deepspeed.utils.torch_archive.tensors import DType, PlainTensor, Size, Storage, contiguous_strides, dtype_of
 
 __all__ = ["PlainFile"]
 
@@ -61,7 +61,7 @@ class _Pickler(_PYTHON):
             kind = symbols.STORAGES.get(dtype.name, symbols.BYTES)
             numel = pack.nbytes if kind is symbols.BYTES else pack.numel
             return ("storage", kind, self._key_of(pack), "cpu", numel)
-        if symbols.is_torchs(obj):
+        if type(obj) is Storage or symbols.is_torchs(obj):
             raise NeedsTorch(f"an object of {type(obj).__name__}")
         return None
 

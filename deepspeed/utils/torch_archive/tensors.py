@@ -17,7 +17,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["DTYPES", "DType", "PlainTensor", "Size", "contiguous_strides", "dtype_of", "is_tensor", "scalar", "zeros"]
+__all__ = [
+    "DTYPES",
+    "DType",
+    "PlainTensor",
+    "Size",
+    "Storage",
+    "contiguous_strides",
+    "dtype_of",
+    "is_tensor",
+    "scalar",
+    "zeros",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +66,7 @@ DTYPES: Final = {
         DType("int16", 2, "ShortStorage", "h"), DType("int8", 1, "CharStorage", "b"),
         DType("uint8", 1, "ByteStorage", "B"), DType("bool", 1, "BoolStorage", "?"),
         DType("complex64", 8, "ComplexFloatStorage"), DType("complex128", 16, "ComplexDoubleStorage"),
+        DType("complex32", 4),
         DType("uint16", 2, None, "H"), DType("uint32", 4, None, "I"), DType("uint64", 8, None, "Q"),
         DType("float8_e4m3fn", 1), DType("float8_e5m2", 1), DType("float8_e4m3fnuz", 1), DType("float8_e5m2fnuz", 1),
         DType("float8_e8m0fnu", 1),
@@ -84,6 +96,15 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(run)
         run *= max(size, 1)
     return tuple(reversed(strides))
+
+
+class Storage:
+    """A storage of a file. ``dtype`` None: bytes."""
+
+    __slots__ = ("address", "data", "dtype")
+
+    def __init__(self, data: memoryview, dtype: DType | None, address: int) -> None:
+        self.data, self.dtype, self.address = data, dtype, address
 
 
 _addresses = itertools.count(1)

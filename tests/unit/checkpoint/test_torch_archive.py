@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import os
 import pathlib
 import pickle
 import struct
+import types
 import zipfile
 import zlib
 from typing import Any
@@ -254,3 +256,57 @@ def test_the_sum_of_a_file_is_made_of_its_pieces(
     assert sums.of_file(source) != zlib.crc32(raw)
     (tmp_path / "other").write_bytes(b"untouched")
     assert sums.of_file(tmp_path / "other") == zlib.crc32(b"untouched")
+
+
+def test_containers_keep_their_class_on_the_way_through_torch(tmp_path: pathlib.Path) -> None:
+    """A sparse tensor makes the file torch's to read; what lies beside it is the same afterwards."""
+    from deepspeed.checkpoint.universal.write import _pickled
+
+    right = {
+        "sparse": torch.eye(2).to_sparse(),
+        "counter": collections.Counter("aab"),
+        "default": collections.defaultdict(list, {"a": [torch.ones(1)]}),
+        "last": collections.deque([torch.ones(2)], maxlen=3),
+        "space": types.SimpleNamespace(weight=torch.ones(2), kinds={torch.float16}),
+        "ordered": collections.OrderedDict(b=torch.ones(2), a=frozenset({torch.bool, torch.Size([2])})),
+    }
+    torch.save(right, tmp_path / "file.pt")
+    found = trusted.load_plain(tmp_path / "file.pt")
+    assert isinstance(found["space"].weight, PlainTensor)
+    assert isinstance(found["last"][0], PlainTensor)
+    write(found, tmp_path / "again.pt", _pickled)
+    again = trusted.load_file(tmp_path / "again.pt")
+    assert (again["counter"], again["default"].default_factory, again["last"].maxlen) == (right["counter"], list, 3)
+    assert torch.equal(again["last"][0], torch.ones(2))
+    assert torch.equal(again["default"]["a"][0], torch.ones(1))
+    assert torch.equal(again["space"].weight, torch.ones(2))
+    assert again["space"].kinds == {torch.float16}
+    assert list(again["ordered"]) == ["b", "a"]
+    assert again["ordered"]["a"] == right["ordered"]["a"]  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of half of these kinds
+def test_rare_tensors_and_storages(tmp_path: pathlib.Path) -> None:
+    from deepspeed.checkpoint.universal.write import _pickled
+
+    right = {
+        "one of many": torch.arange(8.0)[::2][1:2],  # one element with a stride
+        "negated": torch.tensor([1 + 2j]).conj().imag,
+        "half complex": torch.zeros(2, dtype=torch.complex32),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "bits": torch.empty(2, dtype=torch.bits8),
+    }
+    for key in right:
+        write({key: right[key]}, tmp_path / "file.pt")
+        write(trusted.load_plain(tmp_path / "file.pt"), tmp_path / "again.pt", _pickled)
+        again = torch.load(tmp_path / "again.pt", weights_only=True)[key]
+        assert (again.dtype, again.shape) == (right[key].dtype, right[key].shape), key
+        if key != "bits":
+            assert str(again) == str(right[key]), key
+    torch.save({"storage": torch.arange(3).storage()}, tmp_path / "file.pt")
+    write(trusted.load_plain(tmp_path / "file.pt"), tmp_path / "again.pt", _pickled)
+    assert list(torch.load(tmp_path / "again.pt", weights_only=True)["storage"]) == [0, 1, 2]
+    torch.save(
+        {"nested": torch.nested.nested_tensor([torch.ones(2)]), "meta": torch.empty(2, device="meta")}, tmp_path / "f"
+    )
+    assert trusted.load_plain(tmp_path / "f")["meta"].is_meta
