@@ -14,6 +14,9 @@ A mark is one aligned 64-bit word, so a reader sees all of it or nothing:
     16 bits count of the package, 16 bits count of the backend, 32 bits kind and size of the collective.
 Cost: one store and up to eight loads per collective, about a microsecond. Ranks on other machines have pages in their
 own file and are not compared.
+
+The name of the file goes once all ranks of the machine have it open. Of a job that ended before that it stays: so each
+holder keeps a shared lock, and whoever opens a ledger removes old ones that nobody holds.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import mmap
 import os
 import sys
 import tempfile
+import time
 import uuid
 import weakref
 import zlib
@@ -38,6 +42,9 @@ _RANK_WORDS = _PAGE_WORDS * _PAGES_PER_RANK
 _MAX_PEERS = 8
 # The file is sparse, 32 KiB per rank; beyond this many ranks the address space is not worth it.
 _MAX_RANKS = 4096
+
+_PREFIX = "deepspeed-ledger-"
+_LEFT_OVER_S = 600.0  # ranks of a job come within this time of each other
 
 # Kinds of collectives; the number is part of the mark, so that the other rank's kind can be named.
 _KINDS = (
@@ -72,12 +79,14 @@ class Ledger:
         self._world_size = world_size
         nbytes = world_size * (1 + _RANK_WORDS) * 8
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        descriptor = os.open(path, flags, 0o600)
+        self._descriptor = os.open(path, flags, 0o600)
         try:
-            os.ftruncate(descriptor, nbytes)
-            self._map = mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
+            _lock(self._descriptor, alone=False)
+            os.ftruncate(self._descriptor, nbytes)
+            self._map = mmap.mmap(self._descriptor, nbytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self.words: memoryview | None = memoryview(self._map).cast("Q")
         self.words[rank] = 1  # the file starts with a word per rank: it has the file open
 
@@ -105,6 +114,7 @@ class Ledger:
         if path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+            os.close(self._descriptor)  # and with it the lock
 
     def unlink_when_shared(self, local_size: int) -> None:
         """Remove the name once all `local_size` ranks of this machine have the file open: nothing is left by a kill."""
@@ -183,6 +193,28 @@ class Page:
         self._ledger.wipe(self._own)
 
 
+def remove_left_over(folder: str) -> None:
+    """Remove ledgers in ``folder`` that have stood for ten minutes at least and that no process holds."""
+    before = time.time() - _LEFT_OVER_S
+    for entry in os.scandir(folder):
+        # Of other users, gone meanwhile, or locked: it is in use.
+        with contextlib.suppress(OSError):
+            if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_mtime < before:
+                descriptor = os.open(entry.path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+                try:
+                    _lock(descriptor, alone=True)
+                    os.unlink(entry.path)
+                finally:
+                    os.close(descriptor)
+
+
+def _lock(descriptor: int, *, alone: bool) -> None:
+    """Lock an open file, shared or ``alone``, until it is closed. Raises BlockingIOError where others prevent it."""
+    import fcntl  # not on every system
+
+    fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+
+
 def open_ledger(store: Any, rank: int, world_size: int) -> Ledger | None:
     """The ledger of the job whose default group uses `store`; None where it cannot be had."""
     if not sys.platform.startswith("linux") or world_size > _MAX_RANKS:
@@ -194,6 +226,7 @@ def open_ledger(store: Any, rank: int, world_size: int) -> Ledger | None:
         return None
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     try:
-        return Ledger(os.path.join(folder, f"deepspeed-ledger-{token}"), rank, world_size)
+        remove_left_over(folder)
+        return Ledger(os.path.join(folder, _PREFIX + token), rank, world_size)
     except OSError:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed.comm.ledger import Ledger, Page, open_ledger
+from deepspeed.comm.ledger import Ledger, Page, open_ledger, remove_left_over
 
 
 class Group:
@@ -145,3 +145,17 @@ def test_all_ranks_of_a_store_open_one_file() -> None:
 
 def test_a_world_too_large_for_the_file_has_no_ledger() -> None:
     assert open_ledger(dist.HashStore(), 0, 10_000) is None
+
+
+def test_what_a_killed_job_left_is_removed_and_what_is_held_is_not(tmp_path: Path) -> None:
+    left, held, young = (tmp_path / f"deepspeed-ledger-{name}" for name in ("a", "b", "c"))
+    other = tmp_path / "somebody-else"
+    for path in (left, young, other):
+        path.write_bytes(b"")
+    ledger = Ledger(str(held), 0, 2)
+    for path in (left, held, other):
+        os.utime(path, (0, 0))
+    remove_left_over(str(tmp_path))
+    assert sorted(tmp_path.iterdir()) == [held, young, other]
+    ledger.close()
+    assert sorted(tmp_path.iterdir()) == [young, other]
