@@ -22,7 +22,7 @@ from deepspeed.checkpoint import names, trusted
 from deepspeed.checkpoint.constants import FLAT, base_state_key, masters_key
 from deepspeed.checkpoint.disk import durable
 from deepspeed.checkpoint.disk.manifest import Manifest, is_complete, read_manifest, wrong_checksums, wrong_sizes
-from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.errors import CheckpointError, OneNodesPart
 from deepspeed.checkpoint.sharded_weight import ShardedWeight
 from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.utils.torch_archive.tensors import DTYPES
@@ -109,7 +109,7 @@ class SavedTag:
         self.manifest: Manifest | None = read_manifest(self.folder)
         self._sharded_model_files = self._find_sharded_model_files()
         files = self._sharded_model_files
-        own = shard_rank if len(files) == world or (node_local and shard_rank in files) else min(files, default=0)
+        own = shard_rank if shard_rank in files and (node_local or len(files) == world) else min(files, default=0)
         self.model_file = files.get(own, names.model_file(mp_rank))
         self._require([self.model_file])
         self.model: dict[str, Any] = self._load_file(self.folder / self.model_file)
@@ -217,8 +217,9 @@ class SavedTag:
         ranks = range(int(self.model[keys.DP_WORLD_SIZE]))
         missing = [names.sharded_model_file(r, self.mp_rank) for r in ranks if r not in self._sharded_model_files]
         if missing:
-            raise CheckpointError(
-                f"{self.folder} was saved by {len(ranks)} ranks; model-states files are missing: {', '.join(missing)}"
+            raise self._error(
+                f"{self.folder} was saved by {len(ranks)} ranks; model-states files are missing: {', '.join(missing)}",
+                missing,
             )
         return [self._sharded_model_files[rank] for rank in ranks]
 
@@ -227,13 +228,13 @@ class SavedTag:
         found = self._optim_files
         missing = [rank for rank in range(self.shards) if rank not in found]
         if missing and not (self.node_local and found):
-            raise CheckpointError(self._absent(missing))
+            raise self._absent(missing)
         return [found[rank] for rank in range(self.shards) if rank in found]
 
     def optim_file(self, rank: int) -> str:
         """The file of shard ``rank``. Raises CheckpointError when it is not here."""
         if rank not in self._optim_files:
-            raise CheckpointError(self._absent([rank]))
+            raise self._absent([rank])
         return self._optim_files[rank]
 
     @cached_property
@@ -242,38 +243,38 @@ class SavedTag:
         parsed = ((names.parse_optim_file(entry.name), entry.name) for entry in self.folder.iterdir())
         return {parts.dp_rank: name for parts, name in parsed if parts is not None and parts.mp_rank == self.mp_rank}
 
-    def _absent(self, ranks: Sequence[int]) -> str:
+    def _absent(self, ranks: Sequence[int]) -> CheckpointError:
         bf16 = any(name.startswith("bf16") for name in self._optim_files.values())
-        shown = ", ".join(names.optim_file(rank, self.mp_rank, bf16=bf16) for rank in ranks)
-        return (
-            f"{self.folder} was saved by {self.shards} ranks; optimizer-states files are missing: {shown}"
-            f"{self._merge_hint(names.optim_file(rank, self.mp_rank, bf16=bf16) for rank in ranks)}. The tags in "
-            f"{self.load_dir} are {', '.join(tags_in(self.load_dir)) or 'none'}"
-        )
+        absent = [names.optim_file(rank, self.mp_rank, bf16=bf16) for rank in ranks]
+        said = f"{self.folder} was saved by {self.shards} ranks; optimizer-states files are missing: "
+        tags = f". The tags in {self.load_dir} are {', '.join(tags_in(self.load_dir)) or 'none'}"
+        return self._error(said + ", ".join(absent), absent, tags)
 
-    def _merge_hint(self, absent: Iterable[str]) -> str:
-        """What to do about files that were never in this folder: it is one node's part of a save."""
+    def _error(self, said: str, absent: Iterable[str], further: str = "") -> CheckpointError:
+        """``said``, and what to do where the ``absent`` files were never in this folder."""
         if self.manifest is None or any(name in self.manifest.files for name in absent):
-            return ""
-        return (
-            " (this is one node's part of a save with checkpoint.use_node_local_storage: the same ranks on the same "
-            "nodes load it with that key; for anything else put the disks together: "
-            "python -m deepspeed.checkpoint merge)"
+            return CheckpointError(said + further)
+        return OneNodesPart(
+            f"{said} (this is one node's part of a save with checkpoint.use_node_local_storage: the same ranks on the "
+            "same nodes load it with that key; for anything else put the disks together: "
+            f"python -m deepspeed.checkpoint merge NODE0 NODE1 ... --out WHOLE){further}"
         )
 
     def has_optim_files(self) -> bool:
         return any(names.parse_optim_file(entry.name) for entry in self.folder.iterdir())
 
     def _require(self, chosen: Iterable[str]) -> None:
+        place = f"checkpoint {self.tag!r} in {self.load_dir} is not complete: "
         if self.manifest is None:
-            missing = [name for name in chosen if not (self.folder / name).exists()]
-            problems = [f"{name} is missing" for name in missing]
+            problems = [f"{name} is missing" for name in chosen if not (self.folder / name).exists()]
         else:
             unknown = [name for name in chosen if name not in self.manifest.files]
-            problems = [f"{name} is not part of this checkpoint{self._merge_hint([name])}" for name in unknown]
-            problems += wrong_sizes(self.folder, self.manifest, [name for name in chosen if name not in unknown])
+            problems = wrong_sizes(self.folder, self.manifest, [name for name in chosen if name not in unknown])
+            if unknown:
+                absent = [f"{name} is not part of this checkpoint" for name in unknown]
+                raise self._error(place + "; ".join([*problems, *absent]), unknown)
         if problems:
-            raise CheckpointError(f"checkpoint {self.tag!r} in {self.load_dir} is not complete: {'; '.join(problems)}")
+            raise CheckpointError(place + "; ".join(problems))
 
     def check_sizes(self, chosen: Iterable[str]) -> None:
         """All of ``chosen`` are there in full size. Raises CheckpointError."""

@@ -348,17 +348,27 @@ def _find_tag(checkpoint_dir: str, tag: str | None) -> str:
     return folder
 
 
-def _check_sizes(folder: str) -> None:
-    """Compare with the manifest, where there is one. Raises ValueError naming files that are missing or cut."""
+def _manifest(folder: str) -> dict[str, Any] | None:
+    """What a save of this release wrote about itself. Raises ValueError naming the file when it is damaged."""
     path = os.path.join(folder, "manifest.json")
     if not os.path.exists(path):
-        return
-    with open(path) as file:
-        expected = json.load(file)["files"]
-    for name, entry in expected.items():
-        found = os.path.getsize(os.path.join(folder, name)) if os.path.exists(os.path.join(folder, name)) else None
-        if found != entry["nbytes"] and (name.endswith(("_model_states.pt", "_optim_states.pt"))):
-            raise ValueError(f"{folder}/{name} has {found} bytes, {entry['nbytes']} were saved: the copy is incomplete")
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            found: dict[str, Any] = json.load(file)
+        return {"files": {name: int(entry["nbytes"]) for name, entry in found["files"].items()}}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def _check_sizes(folder: str) -> None:
+    """Compare with the manifest, where there is one. Raises ValueError naming files that are missing or cut."""
+    manifest = _manifest(folder)
+    for name, nbytes in manifest["files"].items() if manifest is not None else ():
+        path = os.path.join(folder, name)
+        found = os.path.getsize(path) if os.path.exists(path) else None
+        if found != nbytes and name.endswith(("_model_states.pt", "_optim_states.pt")):
+            raise ValueError(f"{folder}/{name} has {found} bytes, {nbytes} were saved: the copy is incomplete")
 
 
 def _open(folder: str) -> _Saved:
@@ -462,12 +472,24 @@ def _tied(module: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def _merge_hint(folder: str, found: int) -> str:
+    """What to do where the files that are missing were never in ``folder``: it is one node's part of a save."""
+    manifest = _manifest(folder)
+    if manifest is None or sum(name.endswith("_optim_states.pt") for name in manifest["files"]) != found:
+        return ""
+    return (
+        ". This is one node's part of a save with checkpoint.use_node_local_storage; put the folders of all nodes "
+        "together first: python -m deepspeed.checkpoint merge NODE0 NODE1 ... --out WHOLE"
+    )
+
+
 def _shard_files(folder: str, world: int) -> list[dict[str, Any]]:
     files = get_optim_files(folder)
     if len(files) != world:
         raise ValueError(
             f"{folder} was saved by {world} ranks but has {len(files)} optimizer-states files: "
             + ", ".join(map(os.path.basename, files))
+            + _merge_hint(folder, len(files))
         )
     return [_load(file) for file in files]
 
@@ -825,7 +847,7 @@ def build_parser(with_dtype: bool = False) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, with_dtype: bool = False) -> int:
-    """Run the command line; 1 with a message on stderr when the checkpoint cannot be read."""
+    """Run the command line; 1 with a message on stderr when the checkpoint cannot be read or the result be written."""
     global debug
     args = build_parser(with_dtype).parse_args(argv)
     debug = int(args.debug)
@@ -835,7 +857,7 @@ def main(argv: list[str] | None = None, with_dtype: bool = False) -> int:
             args.checkpoint_dir, args.output_dir, dtype, args.max_shard_size, args.safe_serialization, args.tag,
             args.exclude_frozen_parameters,
         )  # fmt: skip
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

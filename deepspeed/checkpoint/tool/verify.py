@@ -16,15 +16,16 @@ from typing import Any
 
 from deepspeed.checkpoint import names, reader
 from deepspeed.checkpoint.disk.manifest import read_manifest, wrong_checksums, wrong_sizes
-from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.errors import CheckpointError, OneNodesPart
 from deepspeed.checkpoint.tool import contents
 
-DAMAGED = 1
+DAMAGED = 1  # the exit status, also for a part of a save
 
 
 @dataclass
 class Verdict:
-    """What was found about one tag folder. Problems make it damaged, notes do not."""
+    """What was found about one tag folder. Problems make it damaged, notes do not. ``part``: its bytes are those that
+    were saved, but other nodes hold the rest of the save."""
 
     folder: Path
     files: int = 0
@@ -32,11 +33,16 @@ class Verdict:
     tensors: int = 0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    part: bool = False
+
+    @property
+    def state(self) -> str:
+        return "one node's PART of a save" if self.part else "DAMAGED" if self.problems else "ok"
 
     def facts(self) -> dict[str, Any]:
         return {
             "folder": str(self.folder), "files": self.files, "nbytes": self.nbytes, "tensors": self.tensors,
-            "problems": self.problems, "notes": self.notes,
+            "problems": self.problems, "notes": self.notes, "part": self.part,
         }  # fmt: skip
 
 
@@ -52,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"ok": not damaged, "tags": [verdict.facts() for verdict in verdicts]}, indent=1))
         return DAMAGED if damaged else 0
     for verdict in verdicts:
-        state = "DAMAGED" if verdict.problems else "ok"
-        print(f"{verdict.folder}: {state}, {verdict.files} files, {verdict.nbytes:,} bytes, {verdict.tensors} tensors")
+        counts = f"{verdict.files} files, {verdict.nbytes:,} bytes, {verdict.tensors} tensors"
+        print(f"{verdict.folder}: {verdict.state}, {counts}")
         for line in verdict.problems:
             print(f"  {line}")
         for line in verdict.notes:
@@ -132,3 +138,4 @@ def check_elements(verdict: Verdict) -> None:
         verdict.tensors = sum(item.shape is not None for item in contents.items(saved))
     except (CheckpointError, ValueError) as error:
         verdict.problems.append(str(error))
+        verdict.part = isinstance(error, OneNodesPart)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed.checkpoint.__main__ import main
+from deepspeed.utils import zero_to_fp32
 from tests.distributed.checkpoint import runs
 from tests.harness.pool import WorkerPool
 from tests.harness.width import wide
@@ -127,6 +128,14 @@ def test_merged_disks_load_anywhere(
     nodes, out = [str(tmp_path / f"node{number}") for number in range(2)], tmp_path / "whole"
     assert main(["merge", nodes[0], "--out", str(out)]) == 2
     assert "rank 1 are on disks of other nodes" in capsys.readouterr().err or stage == 3
+    for node in nodes if stage else ():
+        assert main(["verify", node]) == 1
+        said = capsys.readouterr().out
+        assert "one node's PART of a save, 3 files" in said
+        assert "deepspeed.checkpoint merge" in said
+        assert "DAMAGED" not in said
+        assert zero_to_fp32.main([node, str(out)]) == 1
+        assert "one node's part of a save" in capsys.readouterr().err
     assert main(["merge", nodes[0], nodes[0], "--out", str(out)]) == 2
     assert "given twice" in capsys.readouterr().err
     assert not out.exists()
