@@ -52,7 +52,7 @@ def cli_main() -> int:
     """The command; its exit status."""
     try:
         main(parse_arguments())
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         print(f"ds_to_universal: {error}", file=sys.stderr)
         return 1
     return 0

@@ -67,6 +67,13 @@ def describe(load_dir: Path, limit: int = 20) -> str:
     return f"{load_dir} holds {', '.join(entries[:limit])}{more}"
 
 
+def _manifest_of(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{error}; without it nothing tells whether {folder} is whole") from error
+
+
 @dataclass(frozen=True)
 class SavedParameter:
     """What the layout record says of a parameter the saved optimizer held."""
@@ -106,7 +113,7 @@ class SavedTag:
                 f"there is no checkpoint {tag!r} in {load_dir}; "
                 + (f"the tags there are {', '.join(found)}" if found else describe(load_dir))
             )
-        self.manifest: Manifest | None = read_manifest(self.folder)
+        self.manifest: Manifest | None = _manifest_of(self.folder)
         self._sharded_model_files = self._find_sharded_model_files()
         files = self._sharded_model_files
         own = shard_rank if shard_rank in files and (node_local or len(files) == world) else min(files, default=0)

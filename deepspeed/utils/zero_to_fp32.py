@@ -790,7 +790,9 @@ def _complete_file(path: str) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # a write that failed does not say where
+            error.filename = path
         with contextlib.suppress(OSError):
             os.unlink(aside)
         raise

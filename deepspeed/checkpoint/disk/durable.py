@@ -44,7 +44,9 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # a write that failed does not say where
+            error.filename = str(path)
         with contextlib.suppress(OSError):
             aside.unlink()
         raise

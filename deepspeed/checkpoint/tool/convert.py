@@ -11,6 +11,7 @@ Invariant: the tag appears when all of its files are complete.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -59,17 +60,21 @@ def convert(saved: reader.SavedTag, out: Path) -> dict[str, Any]:
     saved.check_files(files, 0, 1)
     writer, token = ReferenceWriter(saved), durable.new_token()
     aside = durable.saving_folder(final, token)
+    made = not out.exists()
     aside.mkdir(parents=True)
     nbytes = {}
     try:
         for name, content in writer.files():
             nbytes[name] = durable.write_torch(aside / name, TorchFile(content)).nbytes
+        if saved.shards:
+            copy_scripts(out)
         durable.publish_folder(aside, final, token)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
+        if made:
+            with contextlib.suppress(OSError):
+                out.rmdir()
         raise
-    if saved.shards:
-        copy_scripts(out)
     durable.write_text(out / names.LATEST, tag)
     durable.clear_leftovers(final.parent, is_complete)
     notes = ["random states and the data position have no place in DeepSpeed's files and are left out", *writer.notes]

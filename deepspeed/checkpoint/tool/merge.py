@@ -70,6 +70,7 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
                 shutil.copyfileobj(source, target, 4 << 20)
         whole.write(aside)
         _check(aside, whole, folders)
+        copy_scripts(out)
         durable.publish_folder(aside, final, token)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -77,7 +78,6 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 out.rmdir()
         raise
-    copy_scripts(out)
     durable.write_text(out / names.LATEST, tag)
     durable.clear_leftovers(final.parent, is_complete)
     return {"folder": str(final), "files": len(sources), "nodes": len(folders), "nbytes": whole.nbytes}

@@ -96,7 +96,7 @@ def verify(folder: Path) -> Verdict:
         ours = [name for name in present if names.is_checkpoint_file(name)]
         verdict.problems += [line for name in ours for line in torn_records(folder / name)]
     else:
-        ours = [name for name in present if name in manifest.files]
+        ours = [name for name in sorted(manifest.files) if (folder / name).is_file()]  # in folders too
         verdict.problems += wrong_sizes(folder, manifest)
         verdict.problems += wrong_checksums(folder, manifest, [n for n in ours if right_size(folder, manifest, n)])
         for name in present:

@@ -29,7 +29,7 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.disk import durable
 from deepspeed.checkpoint.disk.manifest import Manifest, is_complete
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.reader import SavedTag
+from deepspeed.checkpoint.reader import SavedTag, tags_in
 from deepspeed.checkpoint.universal.plan import FileJob, open_sources, plan_conversion
 from deepspeed.checkpoint.universal.record import UniversalRecord
 from deepspeed.checkpoint.universal.sums import SourceSums
@@ -61,11 +61,11 @@ def convert(
     it at any stage. Raises CheckpointError when the tag is not complete, patterns do not fit, or writing fails; then
     what was at ``output`` before is still there.
     """
-    _check_output(source, output)
+    _check_places(source, output)
     sources = open_sources(source, inject_missing_state)
     tags = [saved for part in sources for saved in part.slices]
     for saved in tags:
-        saved.check_sizes(_read_files(saved))
+        saved.check_sizes([*_read_files(saved), *_random_states(saved)])
     try:
         record, jobs = plan_conversion(sources, stage)
     except Exception:
@@ -85,9 +85,14 @@ def convert(
     return record
 
 
-def _check_output(source: Path, output: Path) -> None:
+def _check_places(source: Path, output: Path) -> None:
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a folder; the input is a tag folder, like checkpoints/global_step10")
+    if (source / names.UNIVERSAL_COMMON).exists():
+        raise CheckpointError(f"{source} is a universal folder already; the input is the tag it was made of")
+    if (source / names.LATEST).is_file() and not any(source.glob(f"*{keys.MODEL_FILE_SUFFIX}")):
+        tags = ", ".join(str(source / tag) for tag in tags_in(source)) or "none"
+        raise CheckpointError(f"{source} is a checkpoint folder; give one of its tags: {tags}")
     if not output.exists():
         return
     if output.resolve() == source.resolve():
@@ -100,6 +105,11 @@ def _check_output(source: Path, output: Path) -> None:
 
 def _read_files(saved: SavedTag) -> list[str]:
     return [*saved.model_files(), *(saved.optim_files() if saved.stage >= 1 else ())]
+
+
+def _random_states(saved: SavedTag) -> list[str]:
+    """Files of random states the save wrote; they are copied, and compared with their checksums then."""
+    return [name for name in saved.manifest.files if name.startswith("rng_state_")] if saved.manifest else []
 
 
 def _verify(saved: SavedTag, workers: int, sums: SourceSums | None = None) -> None:
@@ -176,7 +186,11 @@ def run_together(works: Sequence[Callable[[], Any]], workers: int) -> list[Any]:
     """The results of ``works`` in order, from a few threads. The first error ends the others and is raised."""
     with ThreadPoolExecutor(max_workers=max(1, workers), thread_name_prefix="universal") as pool:
         futures = [pool.submit(work) for work in works]
-        done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+        try:
+            done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # Ctrl-C: what has not begun must not be done before the pool lets go
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         for future in pending:
             future.cancel()
         for future in done:

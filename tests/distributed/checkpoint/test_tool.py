@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.checkpoint import CheckpointError, ds_to_universal
 from deepspeed.checkpoint.__main__ import main
+from deepspeed.utils import zero_to_fp32
+from deepspeed.utils.torch_archive import packs
 from tests.distributed.checkpoint import runs
 from tests.harness.pool import WorkerPool
 
@@ -137,6 +141,61 @@ def test_damage_is_found(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert part in facts["tags"][0]["problems"][0]
     assert main(["verify", str(tmp_path / "copy"), "--all"]) == 1
     assert capsys.readouterr().out.count("DAMAGED") == 1
+
+
+@pytest.mark.parametrize("how", ("a missing file", "a torn manifest"))
+def test_damaged_tags_are_not_converted(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    work, *expected = DAMAGE[how]
+    work(tmp_path / "copy" / "second")
+    words = ["--input_folder", str(tmp_path / "copy" / "second"), "--output_folder", str(tmp_path / "universal")]
+    monkeypatch.setattr("sys.argv", ["ds_to_universal", *words])
+    assert ds_to_universal.cli_main() == 1
+    said = capsys.readouterr().err
+    for part in expected:
+        assert part in said
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_universal_folders_are_verified_and_not_converted(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    universal = tmp_path / "universal"
+
+    def convert(source: Path) -> None:
+        words = ["--input_folder", str(source), "--output_folder", str(universal)]
+        ds_to_universal.main(ds_to_universal.parse_arguments(words))
+
+    with pytest.raises(CheckpointError, match=r"is a checkpoint folder; give one of its tags: .*first, .*second"):
+        convert(saved)
+    convert(saved / "first")
+    assert main(["verify", str(universal)]) == 0
+    flip(next((universal / "zero").rglob("fp32.pt")))
+    capsys.readouterr()
+    status, facts = ask(capsys, "verify", universal)
+    assert (status, len(facts["tags"][0]["problems"])) == (1, 1)
+    assert "fp32.pt is damaged" in facts["tags"][0]["problems"][0]
+    with pytest.raises(CheckpointError, match="is a universal folder already"):
+        convert(universal)
+
+
+def test_a_full_disk_is_told_by_the_name_of_the_file(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that fails says no name; nothing is left behind."""
+
+    def full(archive: packs.ArchiveFile, file: BinaryIO, seen: Any = None) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(packs.ArchiveFile, "write", full)
+    words = ["convert", "--to", "deepspeed", "--tag", "second", str(saved), str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "model_states.pt'" in capsys.readouterr().err
+    assert zero_to_fp32.main([str(saved), str(tmp_path / "fp32")]) == 1
+    assert "fp32/pytorch_model.bin'" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "fp32"]
 
 
 def test_what_is_not_there(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import io
 import os
 import pathlib
 import pickle
 import struct
+import threading
 import types
 import zipfile
 import zlib
@@ -310,3 +312,22 @@ def test_rare_tensors_and_storages(tmp_path: pathlib.Path) -> None:
         {"nested": torch.nested.nested_tensor([torch.ones(2)]), "meta": torch.empty(2, device="meta")}, tmp_path / "f"
     )
     assert trusted.load_plain(tmp_path / "f")["meta"].is_meta
+
+
+def test_what_has_not_begun_is_dropped_at_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.checkpoint.universal import write as universal
+
+    begun, held = [], threading.Event()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        held.wait(20)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        threading.Timer(0.2, held.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(universal, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        universal.run_together([functools.partial(work, number) for number in range(50)], 2)
+    assert len(begun) <= 2
