@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Protocol
 
 import torch
+import torch.distributed as torch_dist
 
 # Longest text of one rank that travels through the store, in characters.
 MAX_TEXT = 600
@@ -98,6 +99,24 @@ def main_thread_place() -> str:
     if user is not innermost and not innermost.f_code.co_filename.startswith(_PACKAGE_FOLDER):
         text += f", inside {innermost.f_code.co_name} ({os.path.basename(innermost.f_code.co_filename)})"
     return text
+
+
+def torch_collective_place() -> str | None:
+    """Where the main thread is inside a collective of `torch.distributed` that the program called itself, or None.
+
+    Such calls leave no trace here, and their errors do not come our way. Our own calls of torch do not count.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    name = None
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+            return None
+        if frame.f_code.co_filename == torch_dist.distributed_c10d.__file__:
+            name = frame.f_code.co_name  # the outermost one is what the program called
+        frame = frame.f_back
+    if name is None or frame is None:
+        return None
+    return f"torch.distributed.{name}, called at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def _is_library(path: str) -> bool:

@@ -85,6 +85,7 @@ class Watch:
         self._poll_s = max(_POLL_S, size / _MAX_REQUESTS_PER_S)
         self._answered = 0
         self._failed: str | None = None  # own failure, handed over by the thread that met it
+        self._torch_call: tuple[float, str] | None = None  # when (monotonic s) and where one was last seen under way
         self._wake = threading.Event()
         self._stopping = False
         self._leave_reason: str | None = None
@@ -116,7 +117,22 @@ class Watch:
         """Whether the process of rank 0 has ended, as far as this rank can see."""
         return self.store_lost and self._hosted_by_rank_0 and self.rank != 0
 
+    def last_torch_call(self) -> str:
+        """A clause about a collective of torch itself that was under way just now; empty where there was none.
+
+        Its limit is often the same as ours: the rank in it then gives up first, and the others would only read that
+        a program has ended.
+        """
+        if self._torch_call is None or time.monotonic() - self._torch_call[0] > _FRESH_S:
+            return ""
+        return f"; shortly before, it was in {self._torch_call[1]}"
+
     # The rest runs in the thread.
+
+    def _look_for_torch_call(self) -> None:
+        place = activity.torch_collective_place()
+        if place is not None:
+            self._torch_call = (time.monotonic(), place)
 
     def _run(self) -> None:
         try:
@@ -125,6 +141,7 @@ class Watch:
                 self._wake.clear()
                 if self._stopping:
                     break
+                self._look_for_torch_call()
                 if self.ledger is not None:
                     self.ledger.unlink_when_shared(_local_size(self.size))
                 if self._reported.is_set():
@@ -348,4 +365,4 @@ def _say_goodbye() -> None:
         reason = "its program has ended"
     else:
         reason = f"its program ended with {type(error).__name__}: {error}"[: activity.MAX_TEXT]
-    _watch.stop(reason)
+    _watch.stop(reason + _watch.last_torch_call())

@@ -18,7 +18,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import collectives
+from deepspeed.comm import activity, collectives, watch
 
 LIMIT_S = 3.0
 
@@ -203,6 +203,43 @@ def destroyed_by_torch() -> bool:
 
 def test_the_watch_ends_when_torch_destroys_the_group(pool: Any) -> None:
     assert pool.run(2, destroyed_by_torch) == [True] * 2
+
+
+def ends_after_a_collective_of_torch() -> str:
+    """Rank 1's program ends as it does when torch's own call has timed out there; rank 0 is in a call of ours."""
+    rank = start()
+    dist.barrier()  # brings the watch up
+    if rank == 0:
+        time.sleep(1.2)  # more than two looks of rank 1's watch
+        torch.distributed.barrier()
+        return caught(dist.barrier)
+    torch.distributed.barrier()
+    watch._say_goodbye()
+    time.sleep(LIMIT_S + 1.0)
+    return "ended"
+
+
+def test_a_rank_that_ended_in_a_collective_of_torch_is_placed_there(pool: Any) -> None:
+    told, _ = pool.run(2, ends_after_a_collective_of_torch)
+    assert "rank 1: its program has ended; shortly before, it was in torch.distributed.barrier, called at " in told
+    assert "(ends_after_a_collective_of_torch)" in told
+
+
+def looks_at_own_calls() -> str | None:
+    """A collective of ours is in torch's too on the way to a backend; it has its own trace."""
+    seen: list[str | None] = []
+    rank = start()
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.5)
+    else:
+        threading.Timer(0.25, lambda: seen.append(activity.torch_collective_place())).start()
+    dist.barrier()
+    return seen[0] if rank else None
+
+
+def test_collectives_of_ours_are_not_taken_for_those_of_torch(pool: Any) -> None:
+    assert pool.run(2, looks_at_own_calls) == [None, None]
 
 
 SCRIPT = """
