@@ -7,7 +7,7 @@ Both are collective over all ranks. Every step ends in an agreement (``agree.py`
 error, and up to the last step nothing that was there before has changed: no file on saving, no tensor on loading.
 
 Owns: the order of these steps and the rules about tags. Does not own: content (``writer.py``, ``restore.py``,
-``engine_state.py``), what follows once a save is agreed on (``publish.py``), doing that beside training
+``engine_state.py``), what follows once a save is agreed on (``disk/publish.py``), doing that beside training
 (``disk/background.py``).
 """
 
