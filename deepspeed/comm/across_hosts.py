@@ -332,4 +332,4 @@ def _fold(
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Its memory; gloo does not know every dtype."""
-    return tensor.view(-1).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one element the stride may be any

@@ -198,7 +198,8 @@ class aio_handle:
         return 1
 
     def _validated(self, buffer: torch.Tensor, filename: str, offset: int) -> int:
-        expected = buffer.detach().view(-1).view(torch.uint8).numpy()
+        flat = buffer.detach().as_strided((buffer.numel(),), (1,))  # of one element the stride may be any
+        expected = flat.view(torch.uint8).numpy()
         with open(filename, "rb") as file:
             file.seek(offset)
             found = file.read(buffer.nbytes)

@@ -116,6 +116,11 @@ def public_calls() -> None:
             dist.all_to_all_single(torch.empty(4 * numel), whole, group=group)
             dist.broadcast(shard, 3, group=group)
             assert shard.eq(12.0).all()
+        one = torch.full((4,), 1.0 + rank)[::2][1:]  # one element may have any stride
+        dist.broadcast(one, 3, group=group)
+        assert one.item() == 4.0
+        dist.all_gather_into_tensor(whole[:4], one, group=group)
+        assert whole[:4].eq(4.0).all()
         found: list[Any] = [None] * 4
         dist.all_gather_object(found, {"rank": rank}, group=group)
         assert found == [{"rank": number} for number in range(4)]
