@@ -181,7 +181,10 @@ def records(data: memoryview) -> dict[str, Record]:
     at = start
     for _ in range(count):
         record, at = _record(data, at, start)
-        found[record.name.partition("/")[2]] = record
+        name = record.name.partition("/")[2]
+        if name in found:
+            raise ValueError(f"two of its records are named {record.name}")
+        found[name] = record
     return found
 
 

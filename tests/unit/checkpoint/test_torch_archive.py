@@ -331,3 +331,13 @@ def test_what_has_not_begun_is_dropped_at_an_interrupt(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         universal.run_together([functools.partial(work, number) for number in range(50)], 2)
     assert len(begun) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_records_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
+    """torch takes the first, other readers the last."""
+    torch.save({"w": torch.ones(4)}, tmp_path / "file.pt")
+    with zipfile.ZipFile(tmp_path / "file.pt", "a") as file:
+        file.writestr("file/data/0", bytes(16))
+    with pytest.raises(CheckpointError, match=r"file\.pt cannot be read.*two of its records are named file/data/0"):
+        trusted.load_plain(tmp_path / "file.pt")
