@@ -39,7 +39,6 @@ _SMALL_SHM = 512 * 2**20
 # Used when present; the reason why one would want it.
 _OPTIONAL_PACKAGES = {
     "transformers": "training Hugging Face models",
-    "safetensors": "export to safetensors files",
     "matplotlib": "the picture of make demo",
     "tensorboard": "the tensorboard monitor",
     "wandb": "the wandb monitor",

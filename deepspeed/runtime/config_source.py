@@ -9,6 +9,7 @@ import base64
 import binascii
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +85,8 @@ def parse_document(text: str, origin: str) -> dict[str, Any]:
     """
     try:
         pairs = json.loads(text, object_pairs_hook=_Pairs)
-    except json.JSONDecodeError:
-        pairs = _parse_hjson(text, origin)
+    except json.JSONDecodeError as problem:
+        pairs = _parse_hjson(text, origin, problem)
     if not isinstance(pairs, _Pairs):
         raise DeepSpeedConfigError(f"DeepSpeed config ({origin}): found {type(pairs).__name__}; expected an object")
     twice: list[str] = []
@@ -96,13 +97,24 @@ def parse_document(text: str, origin: str) -> dict[str, Any]:
     return data
 
 
-def _parse_hjson(text: str, origin: str) -> Any:
+_IN_JSON = {"True": "true", "False": "false", "None": "null"}
+
+
+def _parse_hjson(text: str, origin: str, as_json: json.JSONDecodeError) -> Any:
     import hjson  # only for documents that are not plain JSON
 
     try:
         return hjson.loads(text, object_pairs_hook=_Pairs)
     except hjson.HjsonDecodeError as error:
-        raise DeepSpeedConfigError(f"DeepSpeed config ({origin}) is neither JSON nor HJSON: {error}") from None
+        # What somebody who meant JSON did wrong is where JSON ends to make sense; HJSON reads on, often to the end.
+        line = text.splitlines()[as_json.lineno - 1] if as_json.lineno <= len(text.splitlines()) else ""
+        shown = line[max(0, as_json.colno - 41) : as_json.colno + 39].strip()
+        python = re.search(r"\b(True|False|None)\b", line)
+        hint = f" ({python[0]} is Python; JSON has {_IN_JSON[python[0]]})" if python else ""
+        raise DeepSpeedConfigError(
+            f"DeepSpeed config ({origin}) is not JSON: {as_json.msg} in line {as_json.lineno}, column {as_json.colno}, "
+            f"near {shown!r}{hint}. It is not HJSON either: {error}"
+        ) from None
 
 
 def _checked(value: Any, path: str, twice: list[str]) -> Any:

@@ -143,7 +143,8 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
         """Backward of a scalar ``loss``, divided by the accumulation steps (unless ``scale_wrt_gas`` is False).
 
         Reduces gradients when this micro-step ends its window (every time where gradients are sharded). Returns the
-        divided loss. Raises RuntimeError without an optimizer, TypeError for a loss that is not a tensor with a graph.
+        divided loss. Raises RuntimeError without an optimizer, TypeError for a loss that is not a tensor with a graph,
+        ValueError for one of several elements.
         """
         optimizer = self._need_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -151,6 +152,11 @@ class DeepSpeedEngine(EngineHistory, EngineAccessors, nn.Module):
                 "engine.backward(loss): loss must be a tensor that requires grad; found "
                 f"{type(loss).__name__}{'' if not isinstance(loss, torch.Tensor) else ' without a graph'}. Was forward "
                 "run under torch.no_grad(), or was the loss detached?"
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"engine.backward(loss): found a loss of shape {tuple(loss.shape)}; expected one element: reduce it, "
+                "as in loss.mean()"
             )
         if self.callbacks:
             self.callbacks.fire("on_backward_begin", self)

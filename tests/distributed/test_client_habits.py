@@ -184,10 +184,12 @@ def test_dropping_part_of_a_window_is_told(ranks: Callable[..., Any]) -> None:
 
 
 def moves_where_it_is() -> None:
-    model = start(3).module
+    engine = start(3)
+    model = engine.module
     for device in ("cpu", "cpu:0", torch.device("cpu", 0)):
         model.to(device)
     assert model.to("cpu:0", torch.float32)[0].weight.device == torch.device("cpu")
+    engine.destroy()
 
 
 def test_a_sharded_model_is_moved_to_its_own_device_by_another_name(ranks: Callable[..., Any]) -> None:
@@ -281,3 +283,19 @@ def test_habits_that_train_otherwise_than_they_look_are_told(ranks: Callable[...
         told, counts = found["schedule"]
         assert counts == (1, 2, 0.0)
         assert [line for line in told if "learning rate stays what it is" in line]
+
+
+def losses_that_are_none() -> None:
+    engine = start(1)
+    loss = engine(torch.ones(2, 6))
+    with pytest.raises(ValueError, match=r"found a loss of shape \(2, 1\); expected one element: .* loss.mean\(\)"):
+        engine.backward(loss)
+    with pytest.raises(TypeError, match="found Tensor without a graph"):
+        engine.backward(loss.mean().detach())
+    engine.backward(loss.mean())
+    engine.step()
+    engine.destroy()
+
+
+def test_a_loss_that_is_none_is_refused_by_what_it_is(pool: Any) -> None:
+    pool.run(1, losses_that_are_none)

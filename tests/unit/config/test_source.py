@@ -108,7 +108,13 @@ def test_other_types_are_type_errors(source) -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "words"), (("[1]", "found list; expected an object"), ("{", "neither JSON nor HJSON"))
+    ("document", "words"),
+    (
+        ("[1]", "found list; expected an object"),
+        ("{", "It is not HJSON either"),
+        ('{"bf16": {"enabled": True},}', r"is not JSON: .* line 1, column 22, .*\(True is Python; JSON has true\)"),
+        ('{"a": 1,\n"b": 2 "c": 3}', r"delimiter in line 2, column 8, near '\"b\": 2 \"c\": 3}'"),
+    ),
 )
 def test_documents_that_are_no_object(document: str, words: str) -> None:
     with pytest.raises(DeepSpeedConfigError, match=words):
