@@ -90,6 +90,11 @@ def open_tag(path: Path, tag: str | None = None, *, plain: bool = True) -> reade
     Raises CheckpointError when it cannot be opened.
     """
     folder = tag_folder(path, tag)
+    if (folder / names.UNIVERSAL_COMMON).exists():
+        raise CheckpointError(
+            f"{folder} is a universal folder, whose tensors are the files {names.UNIVERSAL_STATES}/PARAMETER/*.pt; "
+            "verify checks it, and the other commands are for tags: give the tag it was made from"
+        )
     return open_saved(folder.parent, folder.name, plain=plain)
 
 

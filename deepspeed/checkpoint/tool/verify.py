@@ -2,22 +2,27 @@
 
 Sizes and CRC-32 of all files against the manifest, files the save did not write, whether ``latest`` names a whole tag,
 and whether the layout record finds every element of every tensor. A tag without a manifest (another release wrote it)
-is checked record by record by the checksums inside its archives.
+is checked record by record by the checksums inside its archives. Of a universal folder, the files that its record lists
+and the elements in them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint import names, reader
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import names, reader, trusted
 from deepspeed.checkpoint.disk.manifest import read_manifest, wrong_checksums, wrong_sizes
 from deepspeed.checkpoint.errors import CheckpointError, OneNodesPart
 from deepspeed.checkpoint.tool import contents
+from deepspeed.checkpoint.universal.record import UniversalRecord
+from deepspeed.utils.torch_archive.tensors import PlainTensor
 
 DAMAGED = 1  # the exit status, also for a part of a save
 
@@ -131,6 +136,9 @@ def torn_records(path: Path) -> Iterator[str]:
 def check_elements(verdict: Verdict) -> None:
     """Open the tag and look every element of every tensor up."""
     try:
+        if (verdict.folder / names.UNIVERSAL_COMMON).exists():
+            check_universal(verdict)
+            return
         saved = contents.open_tag(verdict.folder)
         saved.model_files()
         if saved.shards:
@@ -139,3 +147,29 @@ def check_elements(verdict: Verdict) -> None:
     except (CheckpointError, ValueError) as error:
         verdict.problems.append(str(error))
         verdict.part = isinstance(error, OneNodesPart)
+
+
+def check_universal(verdict: Verdict) -> None:
+    """Look up every file that the record lists. Raises CheckpointError where that cannot be read."""
+    common = verdict.folder / names.UNIVERSAL_COMMON
+    data = trusted.load_plain(common)
+    if not isinstance(data, dict) or keys.UNIVERSAL_RECORD not in data:
+        verdict.notes.append(f"{names.UNIVERSAL_COMMON} does not say what each parameter has: files alone are checked")
+        return
+    for name, entry in UniversalRecord.from_data(data[keys.UNIVERSAL_RECORD], common).parameters.items():
+        for stem in entry.stems():
+            file = names.universal_file(name, stem)
+            if not (verdict.folder / file).is_file():
+                verdict.problems.append(f"{file} is missing: {stem} of parameter {name!r}")
+                continue
+            verdict.tensors += 1
+            if stem == keys.FP32_WEIGHT_KEY:
+                verdict.problems += wrong_weight(verdict.folder / file, math.prod(entry.shape))
+
+
+def wrong_weight(path: Path, numel: int) -> Iterator[str]:
+    found = trusted.load_plain(path)
+    value: Any = found.get(keys.PARAM) if isinstance(found, dict) else found
+    held = value.numel() if isinstance(value, PlainTensor) else 0
+    if held != numel:
+        yield f"{path.name} of parameter {path.parent.name!r} has {held} elements, {numel} were saved"

@@ -159,8 +159,9 @@ def test_damaged_tags_are_not_converted(
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
+@pytest.mark.parametrize("tag", ("first", "second"))
 def test_universal_folders_are_verified_and_not_converted(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tag: str
 ) -> None:
     universal = tmp_path / "universal"
 
@@ -170,8 +171,11 @@ def test_universal_folders_are_verified_and_not_converted(
 
     with pytest.raises(CheckpointError, match=r"is a checkpoint folder; give one of its tags: .*first, .*second"):
         convert(saved)
-    convert(saved / "first")
+    convert(saved / tag)
     assert main(["verify", str(universal)]) == 0
+    for command in (["inspect", str(universal)], ["diff", str(universal), str(universal)]):
+        assert main(command) == 2
+        assert "is a universal folder, whose tensors are the files zero/PARAMETER/*.pt" in capsys.readouterr().err
     flip(next((universal / "zero").rglob("fp32.pt")))
     capsys.readouterr()
     status, facts = ask(capsys, "verify", universal)

@@ -8,6 +8,7 @@ import zlib
 
 import pytest
 
+from deepspeed.native import build
 from deepspeed.native.build import NativeUnavailable
 from deepspeed.utils import crc32 as module
 from deepspeed.utils.crc32 import crc32
@@ -35,7 +36,7 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(name: str) -> None:
         raise NativeUnavailable(name)
 
-    monkeypatch.setattr(module, "load", unavailable)
+    monkeypatch.setattr(build, "load", unavailable)
     module._native.cache_clear()
     try:
         assert crc32(bytes(1 << 21)) == zlib.crc32(bytes(1 << 21))
