@@ -30,7 +30,10 @@ from deepspeed.comm.rank_sum import sum_in_rank_order
 from deepspeed.comm.relay import Hops, Relay, RelayWork
 from deepspeed.comm.shm_channel import Channel, reduction_code
 
-__all__ = ["HostLayout", "HostsChannel", "layout_of"]
+__all__ = ["ONE_ON_EACH", "HostLayout", "HostsChannel", "layout_of"]
+
+# Nothing to gain, and nothing to talk about.
+ONE_ON_EACH = "its ranks are on several hosts, one on each"
 
 # Up to this many bytes one exchange of the whole is faster than a slice for each rank and a gather.
 SMALL_BYTES = 64 << 10
@@ -63,7 +66,7 @@ def layout_of(identities: Sequence[bytes], rank: int) -> HostLayout | str:
     sizes = set(counts.values())
     local = max(sizes)
     if local == 1:
-        return "its ranks are on several hosts, one on each"
+        return ONE_ON_EACH
     if len(sizes) > 1:
         return f"its ranks are on several hosts, {' and '.join(map(str, sorted(sizes)))} on one"
     if any(identity != identities[place // local * local] for place, identity in enumerate(identities)):

@@ -27,6 +27,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from deepspeed.comm.host_work import HostWork
+
 __all__ = ["Hops", "Relay", "RelayWork"]
 
 Hops: TypeAlias = "Iterator[tuple[Any, ...]]"
@@ -40,7 +42,7 @@ _LEAST_S = 0.01
 _EARLY = 0.8
 
 
-class RelayWork:
+class RelayWork(HostWork):
     """An operation under way."""
 
     __slots__ = ("_error", "_hops", "_inference", "_over", "_works", "channel", "outputs")
@@ -68,21 +70,6 @@ class RelayWork:
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         return self._over
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that receive the result."""
-        return list(self.outputs)
-
-    def get_future(self) -> Any:
-        """A future of the tensors. It is made when they are there: this call waits."""
-        future: Any = torch.futures.Future()
-        try:
-            self.wait()
-        except RuntimeError as error:
-            future.set_exception(error)
-        else:
-            future.set_result(self.result())
-        return future
 
     def move(self, limit_s: float) -> bool:
         """Go on for so long, with 0 without waiting; whether it is over. For `Relay`, one thread at a time."""

@@ -33,11 +33,11 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import shm_channel
-from deepspeed.comm.across_hosts import HostLayout, HostsChannel, layout_of
+from deepspeed.comm.across_hosts import ONE_ON_EACH, HostLayout, HostsChannel, layout_of
 from deepspeed.comm.group_facts import Group, GroupFacts, all_facts, facts_of
 from deepspeed.comm.host_peers import PeersToBe
+from deepspeed.comm.host_work import HostWork
 from deepspeed.comm.pending import Pending, WaitMode, What
-from deepspeed.comm.relay import RelayWork
 from deepspeed.comm.shm_channel import Channel
 from deepspeed.native.build import SOURCES, NativeUnavailable
 from deepspeed.utils.logging import logger
@@ -174,10 +174,9 @@ class Meeting:
         cards = [_CARD.unpack(bytes(card.tolist())) for card in self._cards]
         unwilling = [rank for rank, card in zip(_ranks_of(pg), cards, strict=True) if not card[-1]]
         layout = layout_of([card[1] for card in cards], facts.rank)
-        several = isinstance(layout, str) or layout.hosts > 1
         if isinstance(layout, str):
             self.why_not = self.why_not or layout
-            if facts.rank == 0 and layout.count("one") < 2:  # hosts of one rank each are nothing to talk about
+            if facts.rank == 0 and layout != ONE_ON_EACH:
                 logger.info(f"group {facts.name!r} uses gloo also inside its hosts: {layout}")
         elif unwilling:
             self.why_not = self.why_not or f"rank {unwilling[0]} does not use it"
@@ -185,12 +184,11 @@ class Meeting:
             self.why_not = "its ranks run different versions of the library"
         elif layout.local > MAX_RANKS:
             self.why_not = f"more than {MAX_RANKS} of its ranks are on one host"
-        if self.why_not:
+        if self.why_not or isinstance(layout, str):
             self._end(facts)
-        elif not several:
+        elif layout.hosts == 1:
             self._attach(pg, facts)
         else:
-            assert isinstance(layout, HostLayout)
             self._layout = layout
             self._peers = PeersToBe(layout, token=cards[0][-2], timeout_s=facts.timeout_s)
             self._give_block_back()
@@ -310,7 +308,7 @@ def _first_link(facts: GroupFacts) -> Meeting | Refused:
 def in_background(works: tuple[Any, ...]) -> None:
     """The caller will not wait for these at once: they go on meanwhile."""
     for work in works:
-        if isinstance(work, (shm_channel.ShmWork, RelayWork)):
+        if isinstance(work, HostWork):
             work.channel.background()
 
 

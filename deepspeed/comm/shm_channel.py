@@ -22,6 +22,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm.activity import format_ranks
+from deepspeed.comm.host_work import HostWork
 from deepspeed.native.build import load
 
 __all__ = ["Channel", "ShmWork", "library"]
@@ -95,7 +96,7 @@ def reduction_code(source: torch.dtype, result: torch.dtype, fold: int, accumula
     return code if library().ds_shm_knows(code) else None
 
 
-class ShmWork:
+class ShmWork(HostWork):
     """A collective under way, with the methods of torch's `Work` that a caller may use."""
 
     __slots__ = ("_error", "_finished", "_waited_since", "channel", "number", "outputs")
@@ -153,21 +154,6 @@ class ShmWork:
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         return self._finished or self._error is not None or self.channel.has_finished(self.number)
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that receive the result."""
-        return list(self.outputs or ())
-
-    def get_future(self) -> Any:
-        """A future of the tensors. It is made when they are there: this call waits."""
-        future: Any = torch.futures.Future()
-        try:
-            self.wait()
-        except RuntimeError as error:
-            future.set_exception(error)
-        else:
-            future.set_result(self.result())
-        return future
 
 
 _GONE = "connection closed: this process has left the group, or was forked from one that is in it"

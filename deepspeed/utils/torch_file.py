@@ -23,7 +23,7 @@ import torch
 
 from deepspeed.utils.host_buffer import RunCopier, round_up
 from deepspeed.utils.torch_archive.archive import ALIGN, Seen, Written
-from deepspeed.utils.torch_archive.packs import ArchiveFile, Pack, Slice, StorageReference
+from deepspeed.utils.torch_archive.packs import ArchiveFile, Pack, PackNumbers, Slice, StorageReference
 from deepspeed.utils.torch_archive.tensors import contiguous_strides
 
 __all__ = ["Pack", "Slice", "TorchFile", "Written", "save"]
@@ -54,8 +54,7 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.packs: list[Pack] = []
-        self._keys: dict[int, str] = {}  # id(pack) -> record key
+        self.numbers = PackNumbers()
         self._shared: dict[tuple[Any, ...], Pack] = {}
         self._storages: dict[int, Pack] = {}
 
@@ -72,7 +71,7 @@ class _Pickler(pickle.Pickler):
             pack = obj.pack
             kind = _TYPED_STORAGES.get(pack.dtype, torch.UntypedStorage)
             numel = pack.nbytes if kind is torch.UntypedStorage else pack.numel
-            return ("storage", kind, self._key_of(pack), "cpu", numel)
+            return ("storage", kind, self.numbers.key_of(pack), "cpu", numel)
         if isinstance(obj, (torch.storage.TypedStorage, torch.UntypedStorage)):
             return self._whole_storage(obj)
         return None
@@ -87,8 +86,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(storage, torch.storage.TypedStorage):
             kind = _TYPED_STORAGES.get(storage.dtype)
             if kind is not None:
-                return ("storage", kind, self._key_of(pack), "cpu", storage._size())
-        return ("storage", torch.UntypedStorage, self._key_of(pack), "cpu", untyped.nbytes())
+                return ("storage", kind, self.numbers.key_of(pack), "cpu", storage._size())
+        return ("storage", torch.UntypedStorage, self.numbers.key_of(pack), "cpu", untyped.nbytes())
 
     def _pack_of(self, tensor: torch.Tensor) -> Pack:
         identity: tuple[Any, ...] = (
@@ -101,13 +100,6 @@ class _Pickler(pickle.Pickler):
             pack = self._shared[identity] = Pack(tensor.dtype)
             pack.add(tensor)
         return pack
-
-    def _key_of(self, pack: Pack) -> str:
-        key = self._keys.get(id(pack))
-        if key is None:
-            key = self._keys[id(pack)] = str(len(self.packs))
-            self.packs.append(pack)
-        return key
 
 
 def _rebuilder(pack: Pack, offset: int, shape: tuple[int, ...], requires_grad: bool = False) -> tuple[Any, ...]:
@@ -128,7 +120,7 @@ class TorchFile(ArchiveFile):
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(obj)
-        super().__init__(obj, buffer.getvalue(), pickler.packs)
+        super().__init__(obj, buffer.getvalue(), pickler.numbers.packs)
         self._later: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # (where to, what, its version)
         self._failure: Exception | None = None
 

@@ -168,6 +168,7 @@ def check_universal(verdict: Verdict) -> None:
 
 
 def wrong_weight(path: Path, numel: int) -> Iterator[str]:
+    """One line when the master in ``path`` has not ``numel`` elements."""
     found = trusted.load_plain(path)
     value: Any = found.get(keys.PARAM) if isinstance(found, dict) else found
     held = value.numel() if isinstance(value, PlainTensor) else 0

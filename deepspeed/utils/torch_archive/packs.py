@@ -16,7 +16,7 @@ from deepspeed.utils.torch_archive.archive import Piece, Seen, Writer, Written
 from deepspeed.utils.torch_archive.cast import cast
 from deepspeed.utils.torch_archive.tensors import DType, PlainTensor
 
-__all__ = ["ArchiveFile", "Pack", "Slice", "StorageReference"]
+__all__ = ["ArchiveFile", "Pack", "PackNumbers", "Slice", "StorageReference"]
 
 _PIECE_NBYTES = 8 << 20  # bytes handled at a time: checksum and write share the cache, device copies stay small
 
@@ -65,6 +65,22 @@ class StorageReference:
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
+
+
+class PackNumbers:
+    """The packs a pickle refers to, in the order in which it first does."""
+
+    def __init__(self) -> None:
+        self.packs: list[Pack] = []
+        self._keys: dict[int, str] = {}  # by id(pack)
+
+    def key_of(self, pack: Pack) -> str:
+        """The name of its record."""
+        key = self._keys.get(id(pack))
+        if key is None:
+            key = self._keys[id(pack)] = str(len(self.packs))
+            self.packs.append(pack)
+        return key
 
 
 class ArchiveFile:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from typing import Any
 
 from deepspeed.utils.torch_archive import symbols
-from deepspeed.utils.torch_archive.packs import ArchiveFile, Pack, Slice, StorageReference
+from deepspeed.utils.torch_archive.packs import ArchiveFile, Pack, PackNumbers, Slice, StorageReference
 from deepspeed.utils.torch_archive.symbols import Call, NeedsTorch, StorageKind, Symbol
 from deepspeed.utils.torch_archive.tensors import DType, PlainTensor, Size, Storage, contiguous_strides, dtype_of
 
@@ -37,7 +37,7 @@ class PlainFile(ArchiveFile):
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(obj)
-        super().__init__(obj, buffer.getvalue(), pickler.packs)
+        super().__init__(obj, buffer.getvalue(), pickler.numbers.packs)
 
 
 _PYTHON: Any = pickle._Pickler  # the one in C finds each name by importing its module
@@ -50,8 +50,7 @@ class _Pickler(_PYTHON):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.packs: list[Pack] = []
-        self._keys: dict[int, str] = {}  # id(pack) -> record key
+        self.numbers = PackNumbers()
         self._shared: dict[Any, Pack] = {}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -60,17 +59,10 @@ class _Pickler(_PYTHON):
             dtype = dtype_of(pack.dtype)
             kind = symbols.STORAGES.get(dtype.name, symbols.BYTES)
             numel = pack.nbytes if kind is symbols.BYTES else pack.numel
-            return ("storage", kind, self._key_of(pack), "cpu", numel)
+            return ("storage", kind, self.numbers.key_of(pack), "cpu", numel)
         if type(obj) is Storage or symbols.is_torchs(obj):
             raise NeedsTorch(f"an object of {type(obj).__name__}")
         return None
-
-    def _key_of(self, pack: Pack) -> str:
-        key = self._keys.get(id(pack))
-        if key is None:
-            key = self._keys[id(pack)] = str(len(self.packs))
-            self.packs.append(pack)
-        return key
 
     # ---- names -----------------------------------------------------------------------------------------------------
 

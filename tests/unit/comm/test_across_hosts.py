@@ -15,7 +15,7 @@ import torch
 import torch.distributed as torch_dist
 
 from deepspeed.comm import across_hosts, relay, shm_channel
-from deepspeed.comm.across_hosts import HostLayout, HostsChannel, layout_of
+from deepspeed.comm.across_hosts import ONE_ON_EACH, HostLayout, HostsChannel, layout_of
 from deepspeed.comm.relay import Relay
 from deepspeed.comm.shm_channel import Channel, reduction_code
 from deepspeed.native.build import NativeUnavailable
@@ -34,7 +34,7 @@ def test_layouts() -> None:
     assert layout_of([a, a, b, b], 2) == HostLayout(hosts=2, local=2, host=1, place=0)
     assert layout_of([a] * 3, 1) == HostLayout(1, 3, 0, 1)
     assert layout_of([c, c, a, a, b, b], 5) == HostLayout(3, 2, 2, 1)
-    assert layout_of([a, b], 0) == "its ranks are on several hosts, one on each"
+    assert layout_of([a, b], 0) == ONE_ON_EACH == "its ranks are on several hosts, one on each"
     assert layout_of([a, a, b], 0) == "its ranks are on several hosts, 1 and 2 on one"
     assert layout_of([a, b, a, b], 0) == "its ranks are on several hosts and not in their order"
 
