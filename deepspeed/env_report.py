@@ -327,7 +327,7 @@ def _ops(accelerator: str) -> list[OpRow]:
 
     rows = []
     for op in OPS.values():
-        device = accelerator if op.name.startswith("fused_") else "cpu"
+        device = accelerator if op.name.startswith(("fused_", "blockwise_")) else "cpu"
         used, others, file, seconds = None, {}, None, 0.0
         for way in op.implementations:
             if used is not None:

@@ -1,7 +1,8 @@
 """Blockwise quantization: what travels in the place of a float tensor when the wire is slow (int8, packed int4).
 
-Owns: the format, and the arithmetic in plain torch, which runs on any device and defines the numbers. On GPUs the same
-functions run as one kernel each (`blockwise_triton.py`). Does not own: what is sent when (`quantized.py`).
+Owns: the format, the checks, and the choice of who does it: on CPUs the native library (`blockwise_native.py`), on GPUs
+Triton's kernels (`blockwise_triton.py`), where those cannot be used plain torch (`blockwise_torch.py`, which defines the
+numbers). `ds_report` says which and why. Does not own: the arithmetic, and what is sent when (`quantized.py`).
 It stands in the comm layer because collectives are built from it and they may not look up to `ops`.
 
 Format. A piece of k elements is cut into blocks of `block` elements (the last one may be shorter); each has one scale,
@@ -20,17 +21,15 @@ least 2^-126, so subnormal numbers neither overflow the inverse nor break the bo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
-__all__ = ["INT4", "INT8", "Packing", "dequantize", "quantize", "sum_packed"]
+from deepspeed.comm import blockwise_native, blockwise_torch
 
-# Elements that the plain torch path works on at a time. Packing 4M fp32 elements to int8 took 7.3, 4.4, 2.1, 2.0 and
-# 1.5 ns each with 2^14, 2^15, ... 2^18 (and 10.8 in whole-tensor torch): the calls cost more than the cache gives.
-CHUNK_NUMEL = 1 << 18
+__all__ = ["INT4", "INT8", "Packing", "dequantize", "quantize", "sum_packed", "triton_problem"]
+
 # The smallest scale: the smallest fp32 whose inverse and whose products keep full precision.
 SMALLEST_SCALE = 2.0**-126
 
@@ -105,20 +104,12 @@ def quantize(
     _check("quantize", packed, source, packing)
     if error is not None:
         error = _rows(error)
-        if error.shape != source.shape or not error.is_contiguous():
-            raise ValueError(f"quantize: the error has shape {tuple(error.shape)}, the source {tuple(source.shape)}")
+        _check_beside("quantize", "error", error, source)
+        if not error.is_contiguous():
+            raise ValueError(f"quantize: the error must be contiguous; found strides {error.stride()}")
     if source.numel() == 0:
         return
-    kernels = _kernels(source)
-    if kernels is not None:
-        kernels.quantize(packed, source, packing, error, err_beta)
-        return
-    scales, codes = packing.split(packed, source.shape[1])
-    encoder = _Encoder(packing, min(source.shape[1], CHUNK_NUMEL), source.device, err_beta)
-    for piece in range(source.shape[0]):
-        for run in _runs(source.shape[1], packing):
-            lost = None if error is None else error[piece, run.elements]
-            encoder.run(source[piece, run.elements], scales[piece, run.blocks], codes[piece, run.codes], run, lost)
+    _kernels(packing, source, error).quantize(packed, source, packing, error, err_beta)
 
 
 @torch.no_grad()
@@ -151,153 +142,12 @@ def sum_packed(
     own = None if own is None else _rows(own)
     for part in parts:
         _check("sum_packed", part, output, packing)
+    if own is not None:
+        _check_beside("sum_packed", "own", own, output)
     if output.numel() == 0:
         return
-    kernels = _kernels(output)
-    if kernels is not None:
-        kernels.sum_packed(output, parts, packing, own, own_place, 1.0 if scale is None else scale, accumulate)
-        return
-    split = [packing.split(part, output.shape[1]) for part in parts]
-    decoder = _Decoder(packing, min(output.shape[1], CHUNK_NUMEL), output.device)
-    for piece in range(output.shape[0]):
-        for run in _runs(output.shape[1], packing):
-            target = output[piece, run.elements]
-            contributions = [(s[piece, run.blocks], c[piece, run.codes]) for s, c in split]
-            exact = None if own is None else own[piece, run.elements]
-            total = decoder.total(contributions, exact, own_place, run)
-            if scale is not None and scale != 1.0:
-                total.mul_(scale)
-            if accumulate:
-                total.add_(decoder.as_fp32(target))
-            target.copy_(total)
-
-
-class _Run:
-    """Whole blocks of equal width that are worked on at once, as slices of a piece."""
-
-    __slots__ = ("blocks", "codes", "elements", "numel", "width")
-
-    def __init__(self, start: int, stop: int, width: int, packing: Packing) -> None:
-        self.elements = slice(start, stop)
-        self.numel = stop - start
-        self.width = width
-        self.blocks = slice(start // packing.block, packing.blocks(stop))
-        self.codes = slice(packing.code_nbytes(start), packing.code_nbytes(stop))
-
-
-def _runs(numel: int, packing: Packing) -> Iterator[_Run]:
-    """Runs that cover a piece of `numel` elements; a shorter last block is one of its own."""
-    whole = numel // packing.block * packing.block
-    step = max(CHUNK_NUMEL // packing.block, 1) * packing.block
-    for start in range(0, whole, step):
-        yield _Run(start, min(start + step, whole), packing.block, packing)
-    if whole < numel:
-        yield _Run(whole, numel, numel - whole, packing)
-
-
-class _Encoder:
-    """Scratch and arithmetic of quantization in plain torch."""
-
-    def __init__(self, packing: Packing, numel: int, device: torch.device, err_beta: float) -> None:
-        self._packing = packing
-        numel = max(numel, packing.block)
-        self._value, self._work, self._bytes = (
-            torch.empty(numel, dtype=torch.float32, device=device) for _ in range(3)
-        )
-        self._err_beta = err_beta
-
-    def run(
-        self,
-        source: torch.Tensor,
-        scales: torch.Tensor,
-        codes: torch.Tensor,
-        run: _Run,
-        error: torch.Tensor | None,
-    ) -> None:
-        """Pack one run."""
-        value, work = source, self._work[: run.numel]
-        if source.dtype is not torch.float32 or error is not None:
-            value = self._value[: run.numel].copy_(source)
-        if error is not None:
-            value.add_(work.copy_(error))
-        blocks, multiples = value.view(-1, run.width), work.view(-1, run.width)
-        torch.abs(blocks, out=multiples)
-        largest = torch.amax(multiples, 1)
-        # inf - inf and nan - nan are nan, everything else is 0.
-        torch.mul(largest, 1.0 / self._packing.largest_code, out=scales)
-        scales.clamp_(min=SMALLEST_SCALE).add_(largest.sub_(largest.clone()))
-        torch.mul(blocks, scales.reciprocal().unsqueeze(1), out=multiples)
-        multiples.round_()
-        if self._packing.bits == 8:
-            codes.copy_(work)
-        else:
-            self._pack_halves(codes, multiples)
-        if error is not None:
-            torch.sub(blocks, multiples.mul_(scales.unsqueeze(1)), out=multiples)
-            self._keep_error(error, work)
-
-    def _pack_halves(self, codes: torch.Tensor, multiples: torch.Tensor) -> None:
-        rows, width = multiples.shape
-        half = (width + 1) // 2
-        packed = self._bytes[: rows * half]
-        low = packed.view(rows, half)
-        torch.add(multiples[:, :half], 8.0, out=low)
-        # -7*16+1 = -111 to 7*16+15 = 127: a signed byte.
-        low[:, : width - half].add_(multiples[:, half:], alpha=16.0)
-        codes.copy_(packed)
-
-    def _keep_error(self, error: torch.Tensor, lost: torch.Tensor) -> None:
-        beta = self._err_beta
-        kept = self._bytes[: lost.numel()].copy_(error).mul_(beta).add_(lost, alpha=1.0 - beta)
-        error.copy_(kept.nan_to_num_(0.0, 0.0, 0.0))
-
-
-class _Decoder:
-    """Scratch and arithmetic of unpacking and summing in plain torch."""
-
-    def __init__(self, packing: Packing, numel: int, device: torch.device) -> None:
-        self._packing = packing
-        numel = max(numel, packing.block)
-        self._total, self._part = (torch.empty(numel, dtype=torch.float32, device=device) for _ in range(2))
-        self._nibbles = torch.empty(numel // 2 + 1 if packing.bits == 4 else 0, dtype=torch.int8, device=device)
-
-    def total(
-        self,
-        contributions: list[tuple[torch.Tensor, torch.Tensor]],
-        own: torch.Tensor | None,
-        own_place: int,
-        run: _Run,
-    ) -> torch.Tensor:
-        """Sum of (scales, codes) and the unpacked contribution, in order; fp32, valid until the next call."""
-        total = self._total[: run.numel]
-        count = len(contributions) + (own is not None)
-        source = iter(contributions)
-        for place in range(count):
-            target = total if place == 0 else self._part[: run.numel]
-            if own is not None and place == own_place:
-                target.copy_(own)
-            else:
-                self._decode(target, *next(source), run)
-            if place:
-                total.add_(target)
-        return total
-
-    def as_fp32(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values as fp32; valid until the next call."""
-        return tensor if tensor.dtype is torch.float32 else self._part[: tensor.numel()].copy_(tensor)
-
-    def _decode(self, target: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, run: _Run) -> None:
-        blocks = target.view(-1, run.width)
-        if self._packing.bits == 8:
-            target.copy_(codes)
-        else:
-            half = (run.width + 1) // 2
-            nibbles = self._nibbles[: codes.numel()]
-            torch.bitwise_and(codes, 15, out=nibbles)
-            blocks[:, :half].copy_(nibbles.view(-1, half)).sub_(8.0)
-            torch.bitwise_right_shift(codes, 4, out=nibbles)
-            blocks[:, half:].copy_(nibbles.view(-1, half)[:, : run.width - half])
-        blocks.mul_(scales.unsqueeze(1))
+    factor = 1.0 if scale is None else scale
+    _kernels(packing, output, own).sum_packed(output, parts, packing, own, own_place, factor, accumulate)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,9 +172,33 @@ def _check(name: str, packed: torch.Tensor, floats: torch.Tensor, packing: Packi
         raise ValueError(f"{name}: the packed tensor is on {packed.device}, the floats on {floats.device}")
 
 
-def _kernels(floats: torch.Tensor) -> ModuleType | None:
-    """The kernels for these pieces; None: plain torch. Kernels count the elements of a piece in 32 bits."""
-    return _triton_kernels() if floats.device.type == "cuda" and floats.shape[1] < 1 << 31 else None
+def _check_beside(name: str, what: str, beside: torch.Tensor, floats: torch.Tensor) -> None:
+    if beside.shape != floats.shape or beside.device != floats.device or not beside.is_floating_point():
+        raise ValueError(
+            f"{name}: {what} must be floats of shape {tuple(floats.shape)} on {floats.device}, as what it stands "
+            f"beside; found {beside.dtype} of shape {tuple(beside.shape)} on {beside.device}"
+        )
+    if beside.shape[1] > 1 and beside.stride(1) != 1:
+        raise ValueError(
+            f"{name}: {what} must have the elements of a piece next to each other; found strides {beside.stride()}"
+        )
+
+
+def _kernels(packing: Packing, floats: torch.Tensor, others: torch.Tensor | None) -> ModuleType:
+    """The module that does it for these pieces. Kernels on GPUs count the elements of a piece in 32 bits."""
+    found = None
+    if floats.device.type == "cuda":
+        found = _triton_kernels() if floats.shape[1] < 1 << 31 else None
+    elif blockwise_native.takes(packing, floats, others) and not blockwise_native.problem():
+        found = blockwise_native
+    return found or blockwise_torch
+
+
+def triton_problem(device: str) -> str:
+    """Why Triton's kernels are not used for tensors on that type of device; empty when they are."""
+    if device != "cuda":
+        return f"for tensors on cuda, not on {device}"
+    return "" if _triton_kernels() else "triton cannot be imported; it comes with torch's GPU wheels"
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Blockwise quantization on GPUs: one kernel to pack, one to unpack, sum and scale. Needs triton; import it lazily.
 
 Owns: the kernels and their launches. Does not own: the format, the checks and the choice (`blockwise.py`).
-Invariant: the same codes, scales and sums as the plain torch path (a kept error may differ in its last bit). Hence
-correctly rounded division, round-half-even by the addition of 1.5 * 2^23, and no contraction of a product and a sum
-into one rounding (`enable_fp_fusion=False`).
+Invariant: the same codes, scales, sums and kept errors as `blockwise_torch.py`. Hence correctly rounded division,
+round-half-even by the addition of 1.5 * 2^23, and no contraction of a product and a sum into one rounding
+(`enable_fp_fusion=False`).
 """
 
 # The bodies of kernels are triton's language, in which an int has methods and arguments have no types.
@@ -51,11 +51,12 @@ def _multiple(value, inverse, bad):
 
 
 @triton.jit
-def _keep_error(error, offsets, mask, value, multiple, scale, bad, err_beta):
+def _keep_error(error, offsets, mask, value, multiple, scale, bad, shares):
     old = tl.load(error + offsets, mask=mask, other=0.0).to(tl.float32)
     lost = value - multiple * scale[:, None]
-    kept = old * err_beta + lost * (1.0 - err_beta)
-    tl.store(error + offsets, tl.where(bad[:, None], 0.0, kept), mask=mask)
+    kept = old * shares[0] + lost * shares[1]
+    finite = (tl.abs(kept) <= _LARGEST_FP32) & (bad[:, None] == 0)
+    tl.store(error + offsets, tl.where(finite, kept, 0.0), mask=mask)
 
 
 @triton.jit
@@ -66,7 +67,8 @@ def quantize_kernel(
     codes,
     packed_nbytes,
     error,
-    err_beta,
+    old_share,
+    new_share,
     numel,
     INVERSE_LARGEST: tl.constexpr,
     BITS: tl.constexpr,
@@ -114,9 +116,9 @@ def quantize_kernel(
         both = (multiple + 8.0) + high_multiple * 16.0
         tl.store(codes + rows[:, None] * (BLOCK // 2) + columns, both.to(tl.int8), mask=mask)
         if FEEDBACK:
-            _keep_error(error, high_offsets, high_mask, high_value, high_multiple, scale, bad, err_beta)
+            _keep_error(error, high_offsets, high_mask, high_value, high_multiple, scale, bad, (old_share, new_share))
     if FEEDBACK:
-        _keep_error(error, offsets, mask, value, multiple, scale, bad, err_beta)
+        _keep_error(error, offsets, mask, value, multiple, scale, bad, (old_share, new_share))
 
 
 @triton.jit
@@ -196,6 +198,7 @@ def quantize(
         packed.shape[1],
         source if error is None else error,
         err_beta,
+        1.0 - err_beta,
         numel,
         INVERSE_LARGEST=1.0 / packing.largest_code,
         BITS=packing.bits,

@@ -60,7 +60,12 @@ _FLAGS = (*_CODE, "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # Compiler flags one library needs beside the common ones.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "aio": ("-O1",),  # it waits for files
+    "blockwise": (
+        *("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-Wno-psabi"),
+        *("-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"),
+    ),
     "crc32": ("-O2",),
+    "draws": ("-O2", "-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),
     # Multiplications and additions are fused where the source says so and nowhere else: bits are compared with torch.
     # Vectors are written out, so that -O2 makes the same loops as -O3 in half the time.
     "optimizers": ("-O2", "-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),

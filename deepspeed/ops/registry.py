@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from deepspeed.comm import blockwise, blockwise_native
 from deepspeed.native import build
 from deepspeed.ops import multi_tensor
 
@@ -179,6 +180,14 @@ OPS: dict[str, Op] = dict(
             "deepspeed_shm_comm", "collectives between ranks of one host", "torch.distributed",
             Implementation("shared memory", "deepspeed.comm.same_host", library="transport"),
             Implementation("the process group's own", "torch.distributed"),
+        ),
+        _op(
+            blockwise_native.OP, "int8 and int4 packing of what ZeRO++ sends", "deepspeed.comm.blockwise_torch",
+            Implementation(
+                "native kernel", "deepspeed.comm.blockwise_native", library=blockwise_native.LIBRARY, problem=_on_cpu
+            ),
+            Implementation("Triton kernels", "deepspeed.comm.blockwise_triton", problem=blockwise.triton_problem),
+            Implementation("torch operations", "deepspeed.comm.blockwise_torch"),
         ),
     )
 )  # fmt: skip

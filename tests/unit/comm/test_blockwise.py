@@ -1,18 +1,33 @@
-"""Blockwise quantization: bounds, odd lengths, numbers that are not finite, sums, error feedback."""
+"""Blockwise quantization: bounds, odd lengths, numbers that are not finite, sums, error feedback.
+
+Each test runs in plain torch, which defines the numbers, and with the native library.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.comm import blockwise
+from deepspeed.comm import blockwise_native, blockwise_torch
 from deepspeed.comm.blockwise import INT4, INT8, SMALLEST_SCALE, Packing, dequantize, quantize, sum_packed
 
 LENGTHS = (1, 2, 15, 255, 256, 257, 511, 513, 5003)
+
+
+@pytest.fixture(autouse=True, scope="module", params=("torch", "native"))
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Who does it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(blockwise_native, "takes", lambda *_: False)
+        elif blockwise_native.problem():
+            pytest.skip(blockwise_native.problem())
+        yield request.param
 
 
 def packed_of(source: torch.Tensor, packing: Packing, **options: object) -> torch.Tensor:
@@ -116,7 +131,7 @@ def test_pieces_may_lie_apart_and_chunks_do_not_show(packing: Packing, monkeypat
     apart = whole[:, 1, :]
     packed = packed_of(apart, packing)
     assert torch.equal(packed, packed_of(apart.clone(), packing))
-    monkeypatch.setattr(blockwise, "CHUNK_NUMEL", 512)
+    monkeypatch.setattr(blockwise_torch, "CHUNK_NUMEL", 512)
     assert torch.equal(packed, packed_of(apart, packing))
     into = torch.zeros(2, 3, 1300)
     dequantize(into[:, 2, :], packed, packing)
@@ -189,5 +204,12 @@ def test_wrong_arguments_say_what_is_wrong() -> None:
         quantize(torch.zeros(13, dtype=torch.uint8), torch.zeros(7), INT8)
     with pytest.raises(ValueError, match="next to each other"):
         quantize(torch.zeros(12, dtype=torch.uint8), torch.zeros(14)[::2], INT8)
-    with pytest.raises(ValueError, match=r"the error has shape \(1, 6\), the source \(1, 7\)"):
+    with pytest.raises(ValueError, match=r"error must be .* shape \(1, 7\) .* found torch.float32 of shape \(1, 6\)"):
         packed_of(torch.zeros(1, 7), INT8, error=torch.zeros(1, 6))
+    with pytest.raises(ValueError, match=r"the error must be contiguous; found strides \(14, 1\)"):
+        packed_of(torch.zeros(2, 7), INT8, error=torch.zeros(2, 14)[:, :7])
+    packed = packed_of(torch.zeros(1, 7), INT8)[None]
+    with pytest.raises(ValueError, match=r"own must be .* shape \(1, 7\) .* found torch.float32 of shape \(1, 8\)"):
+        sum_packed(torch.zeros(1, 7), packed, INT8, own=torch.zeros(1, 8), own_place=0)
+    with pytest.raises(ValueError, match=r"own must have the elements of a piece next to each other"):
+        sum_packed(torch.zeros(1, 7), packed, INT8, own=torch.zeros(1, 14)[:, ::2], own_place=0)
