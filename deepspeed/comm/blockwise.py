@@ -1,8 +1,8 @@
 """Blockwise quantization: what travels in the place of a float tensor when the wire is slow (int8, packed int4).
 
 Owns: the format, the checks, and the choice of who does it: on CPUs the native library (`blockwise_native.py`), on GPUs
-Triton's kernels (`blockwise_triton.py`), where those cannot be used plain torch (`blockwise_torch.py`, which defines the
-numbers). `ds_report` says which and why. Does not own: the arithmetic, and what is sent when (`quantized.py`).
+Triton's kernels (`blockwise_triton.py`), where those cannot be used plain torch (`blockwise_torch.py`, which defines
+the numbers). `ds_report` says which and why. Does not own: the arithmetic, and what is sent when (`quantized.py`).
 It stands in the comm layer because collectives are built from it and they may not look up to `ops`.
 
 Format. A piece of k elements is cut into blocks of `block` elements (the last one may be shorter); each has one scale,
