@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
 from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
-from deepspeed.runtime.zero import init_patch
+from deepspeed.runtime.zero import init_draws, init_patch
 from deepspeed.runtime.zero.gathered_parameters import (
     GatheredParameters,
     register_external_parameter,
@@ -134,7 +134,9 @@ class InsertPostInitMethodToModuleSubClasses:
         """What ``__enter__`` does."""
         device = self.device if self.device is not None and self.device.type != "cpu" else None
         wrap = globals()["zero_wrapper_for_fp_tensor_constructor"]  # clients replace it
-        mode = init_patch.ConstructorMode({fn: wrap(fn, self.dtype, target_device=device) for fn in _CONSTRUCTORS})
+        replacements = {fn: wrap(fn, self.dtype, target_device=device) for fn in _CONSTRUCTORS}
+        replacements |= {fn: init_draws.drawn(fn) for fn in init_draws.DRAWING}
+        mode = init_patch.ConstructorMode(replacements)
         init_patch.open_context(self)
         self._modes.append(mode)
         mode.__enter__()
