@@ -128,14 +128,14 @@ FORCED = {
 }
 
 
-def engine(task: Task, stage: int, **zero: int) -> Step:
+def engine(task: Task, stage: int, torch_adam: bool, **zero: int) -> Step:
     import deepspeed
 
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": task.dtype == torch.bfloat16},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": torch_adam}},
         "zero_optimization": {"stage": stage, **zero},
     }
     wrapped, *_ = deepspeed.initialize(model=task.build().to(task.device), config=config)
@@ -153,7 +153,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2, help="steps per round")
     parser.add_argument("--stage-3", action="store_true", help="stage 3 and FSDP2 instead of stages 0 to 2 and DDP")
+    parser.add_argument("--torch-adam", action="store_true", help="the engine's AdamW is torch's")
     options = parser.parse_args()
+    torch_adam = options.torch_adam
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -161,9 +163,11 @@ def main() -> None:
     task = Task(options.task, device)
     systems: dict[str, Step] = {"bare": bare(task), "plain": plain(task)}
     if options.stage_3:
-        systems |= {"fsdp2": fsdp2(task), "stage3": engine(task, 3), "stage3_released": engine(task, 3, **FORCED)}
+        systems["fsdp2"] = fsdp2(task)
+        systems["stage3"] = engine(task, 3, torch_adam)
+        systems["stage3_released"] = engine(task, 3, torch_adam, **FORCED)
     else:
-        systems |= {"ddp": ddp(task), **{f"stage{stage}": engine(task, stage) for stage in (0, 1, 2)}}
+        systems |= {"ddp": ddp(task), **{f"stage{stage}": engine(task, stage, torch_adam) for stage in (0, 1, 2)}}
     for step in systems.values():
         for _ in range(2):
             step()
