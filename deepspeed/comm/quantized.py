@@ -221,6 +221,7 @@ class _Hop:
         own = self._pieces[rank]
         sum_packed(output, parts, packing, own=own, own_place=rank, scale=factor, accumulate=accumulate)
         self.facts.give_buffer(self._incoming)
+        del self._pieces  # a view: the handle lives on, and who asks who holds the memory must not find it
 
     def _pack(self) -> None:
         packed = self._outgoing[: self._nbytes].view(self._shape)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.comm import collectives, quantized
 from deepspeed.comm.blockwise import INT4, INT8, Packing, dequantize, quantize
 from deepspeed.comm.group_facts import facts_of
+from deepspeed.comm.holders import holders
 from deepspeed.comm.levels import Levels, TwoHops
 from deepspeed.comm.mesh import ParallelMesh
 from deepspeed.comm.quantized import LocoState
@@ -247,6 +248,29 @@ def nothing_kept() -> tuple[int, int]:
             quantized.all_gather(full, shard, levels)
         kept.append(collectives.release_buffers(levels.inner) + collectives.release_buffers(levels.outer))
     return kept[0], kept[1]
+
+
+def holders_while_the_handle_lives(inner: int) -> list[tuple[int, int]]:
+    """Holders of the memory of input and output, before and after."""
+    group = groups_of(inner)
+    size = dist.get_world_size()
+    full, shard = torch.ones(size * 999), torch.ones(999)
+    found = []
+    for collective, tensors in ((quantized.reduce_scatter, (shard, full)), (quantized.all_gather, (full, shard))):
+        before = [holders(tensor) for tensor in tensors]
+        options = {"average": True} if collective is quantized.reduce_scatter else {}
+        pending = collective(*tensors, group, async_op=True, **options)  # type: ignore[operator]
+        pending.wait()
+        found += zip(before, [holders(tensor) for tensor in tensors], strict=True)
+        assert pending.is_completed()
+    return found
+
+
+@pytest.mark.parametrize(("world", "inner"), ((2, 0), (4, 2)))
+def test_a_handle_that_was_waited_for_holds_none_of_the_tensors(pool: Any, world: int, inner: int) -> None:
+    """Who reuses a gradient's memory looks whether others hold it, and would wait for us."""
+    for found in pool.run(world, holders_while_the_handle_lives, inner):
+        assert all(after <= before for before, after in found), found
 
 
 def test_staging_is_kept_once_and_can_be_released(pool: Any) -> None:
