@@ -111,6 +111,37 @@ def test_what_constructors_write_to_inner_modules_counts_as_rank_0_has_it() -> N
     assert_equal(weights(under_init(Initialised, seed=7 * dist.get_rank())), right)
 
 
+class Large(nn.Module):
+    """Parameters whose values the native library draws and which travel as they are; some are drawn again, sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first = nn.Embedding(300, 300), nn.Linear(300, 500)
+        self.second, self.plain = nn.Linear(500, 300), nn.Parameter(torch.empty(40_001).uniform_(-1, 1))
+        self.noise = torch.randn(3)
+        self.apply(self.fill)
+
+    def fill(self, part: nn.Module) -> None:
+        if part is self.embed or part is self.second:
+            nn.init.normal_(part.weight, std=0.02)
+
+
+@pytest.mark.parametrize("dtype", ("bf16", "fp32"))
+@on_ranks(1, 2, 3)
+def test_large_parameters_are_drawn_as_torch_draws_them(dtype: str) -> None:
+    settings = config(bf16={"enabled": True}) if dtype == "bf16" else config()
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    try:
+        torch.set_default_dtype(kind)
+        model = whole(Large)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    state = torch.get_rng_state()
+    found = under_init(Large, settings)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_equal(weights(found), weights(model))
+
+
 @pytest.mark.parametrize("how", ("once", "nested", "twice", "built before", "no init at stage 3", "lower stage"))
 @on_ranks(1, 2)
 def test_training_is_that_of_a_model_built_whole(how: str) -> None:

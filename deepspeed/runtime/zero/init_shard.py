@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +20,17 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm.pending import Pending
-from deepspeed.comm.send_pieces import scatter
 from deepspeed.runtime.swap_tensor.host_store import HostMemory
 from deepspeed.runtime.zero.gather import GatherOptions, ParamGatherer
 from deepspeed.runtime.zero.historical_params import attach_whole
 from deepspeed.runtime.zero.init_patch import constructing, innermost
+from deepspeed.runtime.zero.init_send import Ranks, Values, send_pieces
 from deepspeed.runtime.zero.layout import ShardLayout
 from deepspeed.runtime.zero.param_block import ParamBlock, Place, contiguous_stride
 from deepspeed.runtime.zero.sharded_parameter import block_of, parameter_of
 
 _ALIGN_BYTES = 64
-_CHUNK_NBYTES = 8 << 20  # on the source, all ranks' pieces of one scatter together
 _UNDER_WAY_NBYTES = 8 << 20  # of modules that are being sent while others are built
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Who shares the parameters: a process group (None: the default one), and this rank's place in it."""
-
-    group: Any
-    rank: int
-    world: int
 
 
 class InitGatherer(ParamGatherer):
@@ -249,12 +238,12 @@ def _shard_run(
         Place(param, name, slot.start, param.shape, contiguous_stride(param.shape))
         for (name, param), slot in zip(run, layout.slots, strict=True)
     ]
-    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+    shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)  # padding arrives with the values
     if is_meta:
         shard.fill_(_unset(dtype))
     else:
-        source = _Values(places, dtype, device) if ranks.rank == 0 else None
-        gatherer.send(_send_pieces(shard, source, ranks, places), layout.numel * dtype.itemsize)
+        source = Values(places, dtype, device) if ranks.rank == 0 else None
+        gatherer.send(send_pieces(shard, source, ranks, places), layout.numel * dtype.itemsize)
     _new_block(places, shard, gatherer, ranks)
 
 
@@ -267,52 +256,14 @@ def _new_block(places: Sequence[Place], shard: torch.Tensor, gatherer: InitGathe
     return block
 
 
-class _Values:
-    """The values of several parameters as one flat run: views where that is possible, else small copies."""
-
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self.parts = [(place.start, place.param.data.reshape(-1)) for place in places if place.numel]
-
-    def read(self, start: int, numel: int) -> torch.Tensor:
-        """Elements ``start .. start + numel`` in the wanted dtype, 0 between parameters.  # 1D"""
-        inside = [(at, flat) for at, flat in self.parts if at < start + numel and start < at + flat.numel()]
-        if len(inside) == 1:
-            at, flat = inside[0]
-            if at <= start and start + numel <= at + flat.numel():
-                return flat.narrow(0, start - at, numel).to(dtype=self.dtype, device=self.device)
-        copy = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        for at, flat in inside:
-            low, high = max(at, start), min(at + flat.numel(), start + numel)
-            copy.narrow(0, low - start, high - low).copy_(flat.narrow(0, low - at, high - low))
-        return copy
-
-
-def _send_pieces(
-    shard: torch.Tensor, source: _Values | None, ranks: Ranks, places: Sequence[Place]
-) -> Iterator[Pending]:
-    """Every rank gets its piece of the values of group rank 0, in its ``shard``. Each step starts a collective."""
-    piece = shard.numel()
-    chunk = max(1 << 14, _CHUNK_NBYTES // (ranks.world * shard.element_size()))
-
-    def what() -> str:
-        shown = ", ".join(place.name for place in places[:3]) + (" ..." if len(places) > 3 else "")
-        return f"initial values of {shown} under zero.Init"
-
-    for start in range(0, piece, chunk):
-        numel = min(chunk, piece - start)
-        sent = [source.read(r * piece + start, numel) for r in range(ranks.world)] if source is not None else None
-        yield scatter(shard.narrow(0, start, numel), sent, 0, ranks.group, what=what, async_op=True)
-
-
 @torch.no_grad()
 def spread(block: ParamBlock) -> None:
     """Every rank's shard of a gathered block takes the values that group rank 0 has in its full buffer. Collective."""
     full = block.arrive()
     whole = Place(nn.Parameter(full, requires_grad=False), block.describe(), 0, full.shape, (1,))
     ranks = Ranks(block.process_group, block.rank, block.world)
-    source = _Values([whole], full.dtype, full.device) if block.rank == 0 else None
-    for pending in _send_pieces(block.shard, source, ranks, block.places):
+    source = Values([whole], full.dtype, full.device) if block.rank == 0 else None
+    for pending in send_pieces(block.shard, source, ranks, block.places):
         pending.wait()
     block.changed(set(range(len(block.places))))
 

@@ -28,7 +28,8 @@ from deepspeed.runtime.zero.gathered_parameters import (
 )
 from deepspeed.runtime.zero.historical_params import ZeroParamStatus, ZeroParamType
 from deepspeed.runtime.zero.init_patch import all_subclasses
-from deepspeed.runtime.zero.init_shard import InitGatherer, Ranks, shard_module_parameters
+from deepspeed.runtime.zero.init_send import Ranks
+from deepspeed.runtime.zero.init_shard import InitGatherer, shard_module_parameters
 from deepspeed.runtime.zero.sharded_parameter import block_of
 from deepspeed.utils.logging import log_dist
 
@@ -256,10 +257,10 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     def module_built(self, module: nn.Module) -> None:
         """Shard the parameters of ``module``, and settle what its constructor did to those of inner modules."""
-        self._gatherer.settle()
-        shard_module_parameters(
-            module, self._gatherer, self._ranks, dtype=self._param_dtype, device=self.device or torch.device("cpu")
-        )
+        device = self.device or torch.device("cpu")
+        with torch._C.DisableTorchFunction():  # a mode that sees every operation of ours doubles what they cost
+            self._gatherer.settle()
+            shard_module_parameters(module, self._gatherer, self._ranks, dtype=self._param_dtype, device=device)
 
     def left(self, *, completed: bool) -> None:
         """Nothing stays gathered or under way."""
