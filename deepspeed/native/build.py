@@ -65,9 +65,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         *("-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti"),
     ),
     "crc32": ("-O2",),
-    "draws": ("-O2", "-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),
     # Multiplications and additions are fused where the source says so and nowhere else: bits are compared with torch.
     # Vectors are written out, so that -O2 makes the same loops as -O3 in half the time.
+    "draws": ("-O2", "-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),
     "optimizers": ("-O2", "-ffp-contract=off", "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"),
     "transport": (
         *("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic"),
