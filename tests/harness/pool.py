@@ -1,7 +1,8 @@
 """The warm pool: worker processes that live for the whole test session.
 
 Owns: starting, using, killing and replacing workers; gathering what the ranks of one test return or raise.
-Does not own: what happens inside a worker (`worker.py`), what counts as a leak (`leaks.py`).
+Does not own: what happens inside a worker (`worker.py`), what it has imported (`preload.py`), what counts as a leak
+(`leaks.py`).
 Invariant: each test gets a process group of its own on workers that nobody else uses; a worker that hung, crashed or
 leaked is never used again.
 
@@ -118,12 +119,11 @@ class WorkerPool:
 
     @staticmethod
     def _make_context() -> ForkServerContext | SpawnContext:
-        """A server that has imported torch once forks workers in milliseconds; spawn where that does not exist."""
+        """A server that has imported all once forks workers in milliseconds; spawn where that does not exist."""
         if sys.platform != "linux":
             return multiprocessing.get_context("spawn")
         context = multiprocessing.get_context("forkserver")
-        # torch._dynamo: the first optimizer step of a process imports it, which takes longer than torch itself.
-        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "numpy", "pydantic"])
+        context.set_forkserver_preload(["tests.harness.preload"])
         return context
 
     def run(
@@ -168,6 +168,12 @@ class WorkerPool:
         if leaked:
             raise LeakError("left behind by the test function:\n" + "\n".join(leaked))
         return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+    def fork(self, function: Callable[..., None], *args: Any) -> BaseProcess:
+        """A started process that calls `function`, for what a worker cannot do: ending. The caller waits for it."""
+        process = self._context.Process(target=function, args=args, daemon=True)
+        process.start()
+        return process
 
     # -- one run ---------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -16,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.checkpoint import runs
-from tests.harness.pool import WorkerPool, _free_port
-from tests.harness.project import ROOT
+from tests.harness.pool import WorkerPool
+from tests.harness.programs import run_programs
 from tests.harness.width import product, wide
 
 DECOUPLED = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}
@@ -314,15 +312,9 @@ SCRIPT = """
 """
 
 
-def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    meeting = f"--rdzv_endpoint=127.0.0.1:{_free_port()}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", meeting]
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path / "saved")], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_end_of_the_program_waits(pool: WorkerPool, tmp_path: Path) -> None:
+    for ended in run_programs(pool, textwrap.dedent(SCRIPT), str(tmp_path / "saved"), ranks=2):
+        assert ended.code == 0, ended.errors
     assert (tmp_path / "saved" / "latest").read_text() == "last"
     assert (tmp_path / "saved" / "last" / "manifest.json").exists()
 

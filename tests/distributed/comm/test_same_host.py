@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.comm import collectives, same_host, shm_channel
 from deepspeed.comm.group_facts import facts_of
 from deepspeed.native.build import NativeUnavailable
+from tests.harness.programs import run_programs
 
 LIMIT_S = 2.0
 
@@ -129,16 +128,19 @@ def test_a_rank_that_cannot_map_the_others_makes_all_use_gloo(pool: Any) -> None
     assert second == "gloo, because rank 0 cannot open the memory of another"
 
 
-def late_rank() -> tuple[float, str]:
+def late_rank(done: str) -> tuple[float, str]:
     rank = start_with_limit()
     if rank == 1:
-        time.sleep(LIMIT_S + 2)
+        while not Path(done).exists():
+            time.sleep(0.02)
         return caught(dist.barrier)
-    return caught(lambda: collectives.all_reduce(torch.ones(5), None, what="the norm"))
+    told = caught(lambda: collectives.all_reduce(torch.ones(5), None, what="the norm"))
+    Path(done).touch()
+    return told
 
 
-def test_a_rank_that_does_not_come_is_named_at_the_limit(pool: Any) -> None:
-    (seconds, text), (_, late) = pool.run(2, late_rank)
+def test_a_rank_that_does_not_come_is_named_at_the_limit(pool: Any, tmp_path: Path) -> None:
+    (seconds, text), (_, late) = pool.run(2, late_rank, str(tmp_path / "done"))
     assert LIMIT_S - 0.5 < seconds < LIMIT_S + 4
     assert text.startswith("rank 0: all_reduce (call 4 of the default group, 2 ranks, 20 B) of the norm: not finished ")
     assert "nothing has come from rank 1" in text
@@ -340,29 +342,11 @@ except dist.CollectiveError as error:
 """
 
 
-@pytest.mark.wide  # two programs from nothing; `test_shm_channel.py` kills a rank, too
-def test_a_killed_rank_is_noticed_and_nothing_is_left_behind() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+def test_a_killed_rank_is_noticed_and_nothing_is_left_behind(pool: Any) -> None:
     before = set(os.listdir("/dev/shm"))
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = ranks[0].communicate(timeout=60)[0]  # the killed one is not asked for its exit code before
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert ranks[1].returncode == -signal.SIGKILL
+    first, killed = run_programs(pool, PROGRAM, ranks=2)
+    said = first.output
+    assert killed.code == -signal.SIGKILL
     assert "another rank closed its connection" in said
     assert "the process of rank 1 has ended" in said
     assert float(said.split("after ")[1].split(" s")[0]) < 20

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -19,8 +16,9 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm import activity, collectives, watch
+from tests.harness.programs import run_programs
 
-LIMIT_S = 3.0
+LIMIT_S = 2.0
 
 
 def start() -> int:
@@ -91,14 +89,19 @@ def test_ranks_that_diverge_are_told_at_once_and_no_data_is_mixed(pool: Any, nam
         assert seconds < LIMIT_S  # nobody waited for the limit
 
 
+def wait_for(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.02)
+
+
 def one_rank_is_elsewhere(done: str) -> str:
     rank = start()
     if rank == 0:
         text = caught(dist.barrier)
         Path(done).touch()
         return text
-    while not Path(done).exists():
-        time.sleep(0.05)
+    while not Path(done).exists():  # here, as the other rank is told
+        time.sleep(0.02)
     return caught(lambda: dist.all_reduce(torch.ones(2)))
 
 
@@ -110,22 +113,23 @@ def test_a_rank_that_never_comes_is_found_at_its_line(pool: Any, tmp_path: Path)
     assert late.startswith("rank 1: all_reduce")
 
 
-def third_rank_in_another_group() -> str:
+def third_rank_in_another_group(done: str) -> str:
     rank = start()
     pair, others = dist.new_group([0, 1]), dist.new_group([1, 2])
     if rank == 0:
         return caught(lambda: collectives.barrier(pair))
     if rank == 1:
-        time.sleep(LIMIT_S + 3)
+        wait_for(done)
         return ""
     time.sleep(LIMIT_S - 0.5)  # its own limit passes long after rank 0's
     begin = time.monotonic()
     text = caught(lambda: collectives.all_reduce(torch.ones(1), others, what="the norm"))
+    Path(done).touch()
     return f"{time.monotonic() - begin < LIMIT_S} {text}"
 
 
-def test_one_failure_ends_the_waits_of_ranks_outside_its_group(pool: Any) -> None:
-    first, _, third = pool.run(3, third_rank_in_another_group)
+def test_one_failure_ends_the_waits_of_ranks_outside_its_group(pool: Any, tmp_path: Path) -> None:
+    first, _, third = pool.run(3, third_rank_in_another_group, str(tmp_path / "done"))
     assert first.startswith("rank 0: barrier (call 1 of group '")
     assert "rank 2: waits in all_reduce" in first
     assert third.startswith("True rank 2: all_reduce")
@@ -140,7 +144,7 @@ def group_that_one_rank_does_not_make(done: str) -> str:
         Path(done).touch()
         return text
     while not Path(done).exists():
-        time.sleep(0.05)
+        time.sleep(0.02)
     return ""
 
 
@@ -150,7 +154,7 @@ def test_making_a_group_is_bounded_too(pool: Any, tmp_path: Path) -> None:
     assert "(group_that_one_rank_does_not_make)" in text
 
 
-def interrupted_by_signal() -> tuple[str, float]:
+def interrupted_by_signal(done: str) -> tuple[str, float]:
     rank = start()
     if rank == 0:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -162,18 +166,19 @@ def interrupted_by_signal() -> tuple[str, float]:
         except KeyboardInterrupt:
             return "interrupted", time.monotonic() - begin
         finally:
+            Path(done).touch()
             timer.join()
             signal.signal(signal.SIGINT, before)
     else:
-        time.sleep(2.5)
+        wait_for(done)
         return caught(dist.barrier)[:6], 0.0
     return "finished", 0.0
 
 
-def test_ctrl_c_ends_a_wait_at_once(pool: Any) -> None:
-    (word, seconds), _ = pool.run(2, interrupted_by_signal)
+def test_ctrl_c_ends_a_wait_at_once(pool: Any, tmp_path: Path) -> None:
+    (word, seconds), _ = pool.run(2, interrupted_by_signal, str(tmp_path / "done"))
     assert word == "interrupted"
-    assert seconds < 2.0
+    assert seconds < LIMIT_S
 
 
 def threads_after_destroy() -> tuple[bool, bool]:
@@ -205,22 +210,24 @@ def test_the_watch_ends_when_torch_destroys_the_group(pool: Any) -> None:
     assert pool.run(2, destroyed_by_torch) == [True] * 2
 
 
-def ends_after_a_collective_of_torch() -> str:
+def ends_after_a_collective_of_torch(done: str) -> str:
     """Rank 1's program ends as it does when torch's own call has timed out there; rank 0 is in a call of ours."""
     rank = start()
     dist.barrier()  # brings the watch up
     if rank == 0:
         time.sleep(1.2)  # more than two looks of rank 1's watch
         torch.distributed.barrier()
-        return caught(dist.barrier)
+        text = caught(dist.barrier)
+        Path(done).touch()
+        return text
     torch.distributed.barrier()
     watch._say_goodbye()
-    time.sleep(LIMIT_S + 1.0)
+    wait_for(done)
     return "ended"
 
 
-def test_a_rank_that_ended_in_a_collective_of_torch_is_placed_there(pool: Any) -> None:
-    told, _ = pool.run(2, ends_after_a_collective_of_torch)
+def test_a_rank_that_ended_in_a_collective_of_torch_is_placed_there(pool: Any, tmp_path: Path) -> None:
+    told, _ = pool.run(2, ends_after_a_collective_of_torch, str(tmp_path / "done"))
     assert "rank 1: its program has ended; shortly before, it was in torch.distributed.barrier, called at " in told
     assert "(ends_after_a_collective_of_torch)" in told
 
@@ -257,22 +264,9 @@ except dist.CollectiveError as error:
 """
 
 
-def test_a_rank_that_died_of_an_exception_is_quoted() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            | {"MASTER_PORT": port},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert "rank 1: its program ended with ValueError: batch 7 is empty" in outputs[0]
-    assert "another rank closed its connection" in outputs[0]
-    assert outputs[1].rstrip().endswith("ValueError: batch 7 is empty")
+def test_a_rank_that_died_of_an_exception_is_quoted(pool: Any) -> None:
+    first, died = run_programs(pool, SCRIPT, ranks=2)
+    assert "rank 1: its program ended with ValueError: batch 7 is empty" in first.output
+    assert "another rank closed its connection" in first.output
+    assert died.errors.rstrip().endswith("ValueError: batch 7 is empty")
+    assert (first.code, died.code) == (0, 1)

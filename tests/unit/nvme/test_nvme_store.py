@@ -6,8 +6,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,8 @@ from deepspeed.runtime.swap_tensor.aio_config import AioConfig
 from deepspeed.runtime.swap_tensor.disk_speed import measure_disk
 from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
 from deepspeed.runtime.swap_tensor.nvme_store import NvmeStore
+from tests.harness.pool import WorkerPool
+from tests.harness.programs import run_programs
 
 AIO = AioConfig(block_size=8192, queue_depth=4)
 BUFFER = 1 << 16
@@ -281,7 +281,7 @@ def test_what_a_killed_process_left_goes_at_the_next_start(make: Maker, tmp_path
     assert newest.path.exists()
 
 
-def test_a_process_that_ends_removes_its_files(tmp_path: Path) -> None:
+def test_a_process_that_ends_removes_its_files(pool: WorkerPool, tmp_path: Path) -> None:
     program = f"""
 import torch
 from pathlib import Path
@@ -292,7 +292,7 @@ store.create("a", 1000, torch.float32, torch.ones(1000))
 assert store.path.exists()
 raise SystemExit(3)  # with a write under way
 """
-    assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 3
+    assert [ended.code for ended in run_programs(pool, program)] == [3]
     assert list(tmp_path.iterdir()) == []
 
 
