@@ -18,6 +18,10 @@ RANKS ?= 2
 TRITON ?= triton==3.9.0
 LANES ?= 2
 
+# Compiled modules are kept, also where the caller's environment says otherwise (containers often do): the suite starts
+# some hundred interpreters, each of which would compile the package again, and each lane all tests.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test kernels clients lint bench docs format clean
 .SECONDARY:

@@ -7,6 +7,7 @@
 # LANES=2 processes run the flows, each with its own ranks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export PYTHONDONTWRITEBYTECODE= # compiled modules are kept: many interpreters start here
 target=${DS_CLIENTS_VENV:-.venv-clients}
 if [[ $# -gt 0 && $1 != -* ]]; then
     target=$1
