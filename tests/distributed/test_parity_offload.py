@@ -44,7 +44,10 @@ def test_same_training_as_plain_torch(pool, world_size: int, precision: str, opt
     rows = ((1, CPU, 1, 0.5), (2, IN_UNITS, 3, 0.0), (3, IN_UNITS, 1, 0.5), (3, RELEASED, 3, 0), (3, TWIN_FLOW, 1, 0))
     rows += ((3, PARAMETERS, 3, 0.5), (3, PARAMETERS_ALONE, 1, 0.5), (3, DISK, 1, 0), (3, DISK_ALL, 3, 0.5))
     rows += ((2, SUPER, 1, 0.0), (3, SUPER, 3, 0.5))
-    cases = [Case(stage, precision, micros, clip, optimizer, zero=zero) for stage, zero, micros, clip in rows]
+    steps = 5 if precision == "fp16" else 3  # a loss scale falls and grows again
+    cases = [
+        Case(stage, precision, micros, clip, optimizer, steps=steps, zero=zero) for stage, zero, micros, clip in rows
+    ]
     assert_same_training(pool, world_size, cases)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.parity import OPTIMIZERS, PRECISIONS, Case, assert_same_training
+from tests.harness.parity import OPTIMIZERS, PRECISIONS, Case, assert_same_training, steps_for
 from tests.harness.width import product
 
 KEPT: dict[str, Any] = {}
@@ -40,9 +40,10 @@ def _in_daily_run(world_size: int, precision: str, optimizer: str) -> bool:
     product((1, 2, 3, 4), tuple(PRECISIONS), tuple(OPTIMIZERS), daily=_in_daily_run),
 )
 def test_same_training_as_plain_torch(pool, world_size: int, precision: str, optimizer: str) -> None:
+    steps = steps_for(world_size, precision)
     # Both settings meet every accumulation and every clip, and every pair of these meets one of the settings.
     cases = [
-        Case(3, precision, accumulation, clip, optimizer, zero=zero)
+        Case(3, precision, accumulation, clip, optimizer, steps=steps, zero=zero)
         for zero, accumulation, clip in ((KEPT, 1, 0.5), (KEPT, 3, 0.0), (SMALL, 3, 0.5), (SMALL, 1, 0.0))
     ]
     assert_same_training(pool, world_size, cases)
