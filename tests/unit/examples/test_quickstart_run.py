@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.pool import WorkerPool
+from tests.harness.programs import run_programs
 from tests.harness.width import wide
 
 TIMEOUT_S = 240  # seconds; a few when the machine is idle
@@ -69,6 +71,33 @@ def test_it_trains_resumes_exactly_and_reports(quickstart: Path, text: Path, fla
     assert len(json.loads((out / "replay.json").read_text())["losses"]) == 2
 
 
+# What a terminal does: each rank of the job gets the signal, here in its second step.
+INTERRUPTED = """
+import os, runpy, signal, sys
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+import progress
+update = progress.ProgressLine.update
+def interrupting(line, step, **shown):
+    update(line, step, **shown)
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+progress.ProgressLine.update = interrupting
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_ctrl_c_ends_every_rank_with_one_line(quickstart: Path, text: Path, pool: WorkerPool) -> None:
+    config = ("--deepspeed", "--deepspeed_config", str(quickstart / "ds_config.json"))
+    arguments = (*config, "--data", str(text), "--out", str(text.parent / "out"), *TINY, "--steps", "100000")
+    first, second = run_programs(pool, INTERRUPTED, *arguments, ranks=2, name=str(quickstart / "train.py"))
+    assert (first.code, second.code) == (130, 130), first.errors
+    assert first.output.endswith("\nstopped by Ctrl-C\n")
+    for said in (first.output, first.errors, second.output, second.errors):
+        assert "Traceback" not in said
+    assert "Ctrl-C" not in second.output
+
+
+@pytest.mark.wide  # `test_supervision.py` sees the launcher pass the signal on, the test above what the ranks do
 def test_ctrl_c_ends_it_with_one_line(quickstart: Path, text: Path) -> None:
     process = start(quickstart, text, "--steps", "100000")
     try:
