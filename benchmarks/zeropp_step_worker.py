@@ -1,4 +1,4 @@
-"""One rank of ``zeropp_step.py``. Rank 0 prints one JSON line: bytes between nodes and seconds of a step, by mode."""
+"""One rank of ``zeropp_step.py``. Rank 0 prints one JSON line: bytes between nodes, seconds of each step, by mode."""
 
 from __future__ import annotations
 
@@ -34,41 +34,35 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(zero: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    torch.manual_seed(0)
-    width = options.width
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(options.layers)])
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": 10**9,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, **FORCED, **zero},
-    }
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-    x = torch.randn(2, width).bfloat16()
+class Mode:
+    """One way to train, and what its steps took."""
 
-    def step() -> None:
-        engine.backward(engine(x).float().pow(2).mean())
-        engine.step()
+    def __init__(self, zero: dict[str, Any], width: int, layers: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3, **FORCED, **zero},
+        }
+        self.engine, *_ = deepspeed.initialize(model=model, config=config)
+        self.x = torch.randn(2, width).bfloat16()
+        self.found: dict[str, Any] = {"seconds": [], "free_seconds": []}
 
-    def timed(rate: float) -> tuple[float, float]:
-        best, crossed = float("inf"), 0.0
-        for _ in range(options.steps):
+    def step(self) -> None:
+        self.engine.backward(self.engine(self.x).float().pow(2).mean())
+        self.engine.step()
+
+    def timed(self, name: str, rate: float) -> None:
+        collectives.barrier()
+        with SlowLink([rank // PER_NODE for rank in range(dist.get_world_size())], rate) as link:
+            started = time.perf_counter()
+            self.step()
             collectives.barrier()
-            with SlowLink([rank // PER_NODE for rank in range(dist.get_world_size())], rate) as link:
-                started = time.perf_counter()
-                step()
-                collectives.barrier()
-                best, crossed = min(best, time.perf_counter() - started), link.crossed_bytes
-        return best, crossed
-
-    step()
-    step()
-    free, _ = timed(float("inf"))
-    seconds, crossed = timed(options.rate)
-    engine.destroy()
-    return {"bytes": crossed * PER_NODE, "seconds": seconds, "free_seconds": free}
+            self.found[name].append(time.perf_counter() - started)
+        self.found["bytes"] = link.crossed_bytes * PER_NODE
 
 
 def main() -> None:
@@ -79,7 +73,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm.init_distributed("gloo", verbose=False)
-    found = {name: measure(zero, options) for name, zero in MODES.items()}
+    modes = {name: Mode(zero, options.width, options.layers) for name, zero in MODES.items()}
+    for mode in modes.values():
+        mode.step()
+        mode.step()
+    for _ in range(options.steps):  # in turn, so that a machine that is busy for a while moves all of them
+        for mode in modes.values():
+            mode.timed("free_seconds", float("inf"))
+            mode.timed("seconds", options.rate)
+    found = {name: mode.found for name, mode in modes.items()}
+    for mode in modes.values():
+        mode.engine.destroy()
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     collectives.barrier()
