@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from deepspeed.native import build
 from deepspeed.native.build import NativeUnavailable
+from tests.harness.pool import WorkerPool
+from tests.harness.programs import run_programs
 
 try:
     build.load("optimizers")
@@ -38,13 +38,12 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
-def test_threads_keep_to_the_cores_of_their_caller() -> None:
+def test_threads_keep_to_the_cores_of_their_caller(pool: WorkerPool) -> None:
     """As many as the caller's cores, whatever number torch says, and bound anew when the caller is."""
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
         pytest.skip("needs two cores")
     plan = [allowed[:1], allowed[:2], allowed[1:2]]
-    command = [sys.executable, "-c", BOUND, json.dumps(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [[], [allowed[:2]], [allowed[1:2]]]
+    (done,) = run_programs(pool, BOUND, json.dumps(plan))
+    assert done.code == 0, done.errors
+    assert json.loads(done.output.splitlines()[-1]) == [[], [allowed[:2]], [allowed[1:2]]]

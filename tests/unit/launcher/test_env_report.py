@@ -16,6 +16,8 @@ import torch
 from deepspeed import env_report, git_version_info
 from deepspeed.launcher import tools
 from deepspeed.ops.registry import OPS
+from tests.harness.pool import WorkerPool
+from tests.harness.programs import run_programs
 from tests.unit.launcher.launching import ROOT, Folder
 
 if sys.version_info >= (3, 11):
@@ -68,12 +70,14 @@ def test_report_as_json_holds_the_facts_of_this_host(folder: Folder) -> None:
     assert report["required"] == []
 
 
-def test_ops_without_a_compiler_are_done_by_torch_and_the_report_says_why(folder: Folder) -> None:
-    command = [sys.executable, "-m", "deepspeed.env_report", "--json"]
-    extra = {"DS_NATIVE_CACHE": str(folder.path / "new"), "CXX": "no-such-compiler"}
-    done = folder.launch(command=command, extra=extra)
-    assert done.returncode == 0, done.stderr
-    ops = {row["name"]: row for row in json.loads(done.stdout)["ops"]}
+REPORT = "from deepspeed.env_report import cli_main; cli_main()"
+
+
+def test_ops_without_a_compiler_are_done_by_torch_and_the_report_says_why(pool: WorkerPool, tmp_path: Path) -> None:
+    environment = {"DS_NATIVE_CACHE": str(tmp_path / "new"), "CXX": "no-such-compiler"}
+    (done,) = run_programs(pool, REPORT, "--json", environment=environment)
+    assert done.code == 0, done.errors
+    ops = {row["name"]: row for row in json.loads(done.output)["ops"]}
     assert ops["cpu_adam"]["implementation"] == "torch fused AdamW"
     assert "no C++ compiler found" in ops["cpu_adam"]["others"]["native kernel"]
     assert ops["async_io"]["implementation"] == "Python threads"
@@ -118,14 +122,13 @@ def test_a_missing_requirement_is_named_and_gives_code_1(
     assert "pytest" not in text
 
 
-def test_an_accelerator_that_cannot_be_used_is_reported_not_raised(folder: Folder) -> None:
+def test_an_accelerator_that_cannot_be_used_is_reported_not_raised(pool: WorkerPool) -> None:
     if torch.cuda.is_available():
         pytest.skip("this host has the accelerator that the test names")
-    command = [sys.executable, "-m", "deepspeed.env_report", "--hide_operator_status"]
-    done = folder.launch(command=command, extra={"DS_ACCELERATOR": "cuda"})
-    assert done.returncode == 1
-    assert "[FAIL] accelerator: environment variable DS_ACCELERATOR='cuda'" in done.stdout
-    assert "Traceback" not in done.stderr
+    (done,) = run_programs(pool, REPORT, "--hide_operator_status", environment={"DS_ACCELERATOR": "cuda"})
+    assert done.code == 1
+    assert "[FAIL] accelerator: environment variable DS_ACCELERATOR='cuda'" in done.output
+    assert "Traceback" not in done.errors
 
 
 def test_a_torch_that_does_not_import_is_reported_not_raised(folder: Folder) -> None:
