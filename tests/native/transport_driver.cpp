@@ -10,6 +10,8 @@
 
 #include <cstdlib>
 #include <random>
+#include <thread>
+#include <vector>
 
 static void need(bool right, const char* what) {
     if (right) return;

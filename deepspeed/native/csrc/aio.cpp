@@ -2,22 +2,19 @@
 // driver). Locking: everything shared is under ds_aio::mutex; no system call that may block is made while it is held.
 
 #include "aio.h"
+#include "sync.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <memory>
-#include <mutex>
-#include <system_error>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -145,7 +142,7 @@ class Ring {
       if (errno == EINTR) continue;
       if (errno != EAGAIN && errno != EBUSY) return errno;
       if (ready()) return 0;  // reaping makes room
-      std::this_thread::yield();
+      sched_yield();
     }
   }
 
@@ -211,22 +208,22 @@ struct ds_aio {
   int flags;
   Fault fault;
 
-  std::mutex mutex;
-  std::condition_variable work;   // for the pool
-  std::condition_variable ended;  // for who waits
+  threads::Mutex mutex;
+  threads::Condition work;   // for the pool
+  threads::Condition ended;  // for who waits
   std::deque<Block *> for_ring, for_pool;
   std::unordered_map<int64_t, std::unique_ptr<Transfer>> transfers;
   int64_t next_ticket = 1;
   int64_t pending = 0;
   int idle = 0;
   bool closing = false;
-  std::vector<std::thread> pool;
+  std::vector<threads::Thread> pool;
 
 #ifdef DS_HAS_URING
   std::unique_ptr<Ring> ring;
   int event = -1;
   bool driver_waits = false;  // in the kernel, or about to be
-  std::thread driver;
+  threads::Thread driver;
 #endif
 
   bool has_ring() const {
@@ -247,13 +244,9 @@ struct ds_aio {
     if (event < 0) return errno;
     depth = std::min(depth, made->capacity() - 1);
     ring = std::move(made);
-    try {
-      driver = std::thread([this] { drive(); });
-    } catch (const std::system_error &) {  // no more threads allowed
-      ring.reset();
-      return EAGAIN;
-    }
-    return 0;
+    if (driver.start([this] { drive(); })) return 0;
+    ring.reset();
+    return EAGAIN;
 #else
     return ENOSYS;
 #endif
@@ -268,11 +261,9 @@ struct ds_aio {
       return;
     }
     if (idle <= static_cast<int>(for_pool.size()) && static_cast<int>(pool.size()) < threads) {
-      try {
-        pool.emplace_back([this] { serve(); });
-      } catch (const std::system_error &) {  // no more threads allowed: fewer do, none does not
-        if (pool.empty()) return finish_locked(block, EAGAIN);
-      }
+      threads::Thread fresh;
+      if (fresh.start([this] { serve(); })) pool.push_back(fresh);
+      else if (pool.empty()) return finish_locked(block, EAGAIN);  // fewer than allowed do, none does not
     }
     for_pool.push_back(block);
     work.notify_one();
@@ -320,7 +311,7 @@ struct ds_aio {
 
   void serve() {
     char *bounce = nullptr;
-    std::unique_lock<std::mutex> hold(mutex);
+    threads::Lock hold(mutex);
     for (;;) {
       ++idle;
       work.wait(hold, [this] { return closing || !for_pool.empty(); });
@@ -386,7 +377,7 @@ struct ds_aio {
     for (;;) {
       bool more_room;
       {
-        std::unique_lock<std::mutex> hold(mutex);
+        threads::Lock hold(mutex);
         driver_waits = false;
         if (closing && for_ring.empty() && in_flight == 0) return;
         bool may_add = !(flags & DS_AIO_NO_OVERLAP) || in_flight == 0;
@@ -444,7 +435,7 @@ struct ds_aio {
   }
 
   void settle(Block *block, int result) {
-    std::lock_guard<std::mutex> hold(mutex);
+    threads::Lock hold(mutex);
     if (result == block->nbytes) return finish_locked(block, 0);
     if (result == -EINTR || result == -EAGAIN) return enqueue(block);
     if (result == -EINVAL || result == -EOPNOTSUPP) {
@@ -477,7 +468,7 @@ struct ds_aio {
   // ---- transfers ----
 
   int64_t submit(bool write, int direct, int plain, char *memory, int64_t nbytes, int64_t offset, int64_t after) {
-    std::unique_lock<std::mutex> hold(mutex);
+    threads::Lock hold(mutex);
     int64_t ticket = next_ticket++;
     auto &transfer = transfers[ticket] = std::make_unique<Transfer>();
     transfer->offset = offset;
@@ -509,13 +500,13 @@ struct ds_aio {
   }
 
   int wait(int64_t ticket, int timeout_ms, ds_aio_result *result) {
-    std::unique_lock<std::mutex> hold(mutex);
+    threads::Lock hold(mutex);
     auto found = transfers.find(ticket);
     if (found == transfers.end()) return -1;
     Transfer *transfer = found->second.get();
-    auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    const int64_t until = threads::now_ns() + int64_t(timeout_ms) * 1000000;
     while (transfer->blocks_left)
-      if (ended.wait_until(hold, until) == std::cv_status::timeout && transfer->blocks_left) return 0;
+      if (!ended.wait_until(hold, until) && transfer->blocks_left) return 0;
     result->code = transfer->code;
     result->offset = transfer->code ? transfer->bad_offset : transfer->offset + transfer->nbytes;
     result->expected = transfer->nbytes;
@@ -526,14 +517,14 @@ struct ds_aio {
 
   ~ds_aio() {
     {
-      std::unique_lock<std::mutex> hold(mutex);
+      threads::Lock hold(mutex);
       ended.wait(hold, [this] { return pending == 0; });
       closing = true;
     }
     work.notify_all();
     for (auto &thread : pool) thread.join();
 #ifdef DS_HAS_URING
-    if (driver.joinable()) {
+    if (driver.running()) {
       wake_driver();
       driver.join();
     }
@@ -568,7 +559,7 @@ int32_t ds_aio_wait(ds_aio *handle, int64_t ticket, int32_t timeout_ms, ds_aio_r
 }
 
 int64_t ds_aio_pending(ds_aio *handle) {
-  std::lock_guard<std::mutex> hold(handle->mutex);
+  threads::Lock hold(handle->mutex);
   return handle->pending;
 }
 
@@ -583,12 +574,16 @@ void ds_aio_copy(void *target, const void *source, int64_t nbytes, int32_t threa
   constexpr int64_t kWorthAThread = 1 << 20;
   int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, nbytes / kWorthAThread));
   int64_t part = (nbytes + parts - 1) / parts;
-  std::vector<std::thread> helpers;
+  std::vector<threads::Thread> helpers;
   auto copy = [=](int64_t from) {
     std::memcpy(static_cast<char *>(target) + from, static_cast<const char *>(source) + from,
                 static_cast<size_t>(std::min(part, nbytes - from)));
   };
-  for (int64_t from = part; from < nbytes; from += part) helpers.emplace_back(copy, from);
+  for (int64_t from = part; from < nbytes; from += part) {
+    threads::Thread helper;
+    if (helper.start([=] { copy(from); })) helpers.push_back(helper);
+    else copy(from);
+  }
   if (nbytes > 0) copy(0);
   for (auto &helper : helpers) helper.join();
 }

@@ -2,10 +2,6 @@
 //
 // Every call takes a group made by ds_shm_open. Starting calls return the number of the operation (1, 2, ...), or the
 // negative status of a group that is broken; memory they name stays untouched by the caller until the wait.
-#include <condition_variable>
-#include <csignal>
-#include <thread>
-
 #include "transport_ops.h"
 
 #define DS_EXPORT extern "C" __attribute__((visibility("default")))
@@ -18,29 +14,26 @@ namespace {
 class Helper {
   public:
     void add(Group* group) {
-        std::lock_guard<std::mutex> lock(mutex_);
+        threads::Lock lock(mutex_);
         if (std::find(groups_.begin(), groups_.end(), group) == groups_.end()) groups_.push_back(group);
         if (!running_) {
-            running_ = true;
-            sigset_t all, before;
-            sigfillset(&all);
-            pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's threads
-            std::thread([this] { run(); }).detach();
-            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            threads::Thread thread;  // where there can be none, those who wait move everything on
+            running_ = thread.start([this] { run(); });
+            thread.let_go();
         } else if (idle_) {
             bell_.notify_one();
         }
     }
     // After this the helper does not touch the group.
     void remove(Group* group) {
-        std::lock_guard<std::mutex> lock(mutex_);
+        threads::Lock lock(mutex_);
         groups_.erase(std::remove(groups_.begin(), groups_.end(), group), groups_.end());
     }
 
   private:
     void run() {
         constexpr int LINGER = 200;  // looks without work before it sleeps until it is called
-        std::unique_lock<std::mutex> lock(mutex_);
+        threads::Lock lock(mutex_);
         for (int quiet = 0;;) {
             quiet = groups_.empty() ? quiet + 1 : 0;
             if (quiet > LINGER) {
@@ -49,11 +42,11 @@ class Helper {
                 idle_ = false;
                 quiet = 0;
             }
-            bell_.wait_for(lock, std::chrono::milliseconds(1));
+            bell_.wait_until(lock, threads::now_ns() + 1000000);
             for (size_t i = groups_.size(); i-- > 0;) {
                 Group* group = groups_[i];
-                std::unique_lock<std::mutex> inner(group->mutex, std::try_to_lock);
-                if (!inner.owns_lock() || group->waiters) continue;
+                threads::Lock inner(group->mutex, group->mutex.try_lock());
+                if (!inner.held() || group->waiters) continue;
                 group->eager = true;
                 group->progress();
                 group->eager = false;
@@ -62,8 +55,8 @@ class Helper {
         }
     }
 
-    std::mutex mutex_;
-    std::condition_variable bell_;
+    threads::Mutex mutex_;
+    threads::Condition bell_;
     std::vector<Group*> groups_;
     bool running_ = false, idle_ = false;
 };
@@ -75,7 +68,7 @@ Helper& helper() {
 
 int64_t start(Group* group, Op* made) {
     std::unique_ptr<Op> op(made);
-    std::lock_guard<std::mutex> lock(group->mutex);
+    threads::Lock lock(group->mutex);
     if (group->status != DONE) return -group->status;
     op->id = ++group->started;
     group->ops.push_back(std::move(op));
@@ -127,7 +120,7 @@ DS_EXPORT void ds_shm_leave(void* handle) {
     Group* group = static_cast<Group*>(handle);
     helper().remove(group);
     {
-        std::lock_guard<std::mutex> lock(group->mutex);
+        threads::Lock lock(group->mutex);
         uint32_t open = OPEN;
         group->own->state.compare_exchange_strong(open, LEFT);
         group->ops.clear();
@@ -145,7 +138,7 @@ DS_EXPORT void ds_shm_leave(void* handle) {
 // Give up: this rank's operations are dropped and the others' waits end.
 DS_EXPORT void ds_shm_abandon(void* handle) {
     Group* group = static_cast<Group*>(handle);
-    std::lock_guard<std::mutex> lock(group->mutex);
+    threads::Lock lock(group->mutex);
     group->fail(ABANDONED, group->rank);
     group->drop_if_broken();
 }
@@ -161,7 +154,7 @@ DS_EXPORT int ds_shm_wait(void* handle, int64_t id, int64_t limit_us) {
 DS_EXPORT int64_t ds_shm_finished(void* handle, int move) {
     Group* group = static_cast<Group*>(handle);
     if (move) {
-        std::lock_guard<std::mutex> lock(group->mutex);
+        threads::Lock lock(group->mutex);
         group->progress();
     }
     return int64_t(group->finished_shown.load());
@@ -171,7 +164,7 @@ DS_EXPORT int64_t ds_shm_finished(void* handle, int move) {
 DS_EXPORT void ds_shm_background(void* handle) {
     Group* group = static_cast<Group*>(handle);
     {
-        std::lock_guard<std::mutex> lock(group->mutex);
+        threads::Lock lock(group->mutex);
         group->post_ahead(INT_MAX);
         if (group->ops.empty()) return;
     }
@@ -181,7 +174,7 @@ DS_EXPORT void ds_shm_background(void* handle) {
 // The ranks to blame, a bit each: of a broken group, or those whose chunks are missing.
 DS_EXPORT uint64_t ds_shm_culprits(void* handle) {
     Group* group = static_cast<Group*>(handle);
-    std::lock_guard<std::mutex> lock(group->mutex);
+    threads::Lock lock(group->mutex);
     return group->status == DONE ? group->lacking : uint64_t(1) << group->culprit;
 }
 

@@ -7,8 +7,8 @@
 
 #include <deque>
 #include <memory>
-#include <mutex>
 
+#include "sync.h"
 #include "transport_ring.h"
 
 namespace ds {
@@ -54,7 +54,7 @@ struct Group {
     Ring lanes[LANES];
     uint64_t taken[LANES][MAX_RANKS] = {};
 
-    std::mutex mutex;  // guards all below
+    threads::Mutex mutex;  // guards all below
     std::deque<std::unique_ptr<Op>> ops;
     size_t posting = 0;  // index in `ops` of the first with something to post
     uint32_t started = 0;
@@ -200,7 +200,7 @@ struct Group {
 inline int wait_for(Group& group, uint64_t id, int64_t limit_us) {
     constexpr int64_t LOOK_US = 100000;  // how often a sleeper looks whether the rank it waits for is alive
     int64_t end = 0, spin_end = 0, look_at = 0;
-    std::unique_lock<std::mutex> lock(group.mutex);
+    threads::Lock lock(group.mutex);
     ++group.waiters;
     int result = DONE;
     for (;;) {
