@@ -36,7 +36,7 @@ def main() -> None:
 
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     with deepspeed.zero.Init(config_dict_or_path=config):
-        build(64, 32, 2)  # whatever is loaded or made once
+        build(256, 256, 2)  # whatever is loaded or made once
     dist.barrier()
     start = time.perf_counter()
     model = build(vocabulary, width, layers)
