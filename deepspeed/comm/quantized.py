@@ -117,7 +117,8 @@ def reduce_scatter(
     Returns:
         A handle; of two levels, `TwoHops`.
 
-    Extra memory: two packed buckets, and of two levels M/I elements of fp32.
+    Extra memory: two packed buckets; of two levels M/I elements of fp32 while the second hop is packed, and this rank's
+    M/N until `wait`.
     """
     levels = one_level(group)
     size = levels.size if isinstance(levels, Levels) else facts_of(levels[0]).size
@@ -164,12 +165,9 @@ def _reduce_two_levels(
         sums = staging[: outer.size * numel].view(outer.size, 1, numel)
         inside.sum_into(sums.squeeze(1), None, False)
         between = _Hop(sender, "outer", levels.outer, sums)
-
-        def land() -> None:
-            between.sum_into(output.unsqueeze(0), factor, accumulate)
-            outer.give_buffer(staging)
-
-        return between.start(land)
+        pending = between.start(lambda: between.sum_into(output.unsqueeze(0), factor, accumulate), keep_own=True)
+        outer.give_buffer(staging)
+        return pending
 
     return TwoHops(first, start_between, outer, "reduce_scatter", sender.what, input.nbytes)
 
@@ -183,7 +181,8 @@ class _Hop:
         self._sender = sender
         self._name = name
         self._group = group
-        self._pieces = pieces
+        self._pieces: torch.Tensor | None = pieces
+        self._own: torch.Tensor | None = pieces[self.facts.rank]
         ranks, count, numel = pieces.shape
         self._shape = (ranks - 1, count, sender.packing.nbytes(numel))
         self._nbytes = prod(self._shape)
@@ -191,10 +190,15 @@ class _Hop:
             self.facts.take_buffer(self._nbytes, torch.uint8, pieces.device) for _ in range(2)
         )
 
-    def start(self, finish: Callable[[], None] | None) -> Pending:
-        """Pack and send; `finish` runs when the peers' pieces are here."""
+    def start(self, finish: Callable[[], None] | None, *, keep_own: bool = False) -> Pending:
+        """Pack and send; `finish` runs when the peers' pieces are here.
+
+        `keep_own`: the memory of the pieces is free when this returns; the own one is copied.
+        """
         facts, sender = self.facts, self._sender
         self._pack()
+        if keep_own and self._own is not None:
+            self._own = self._own.clone()
         per_rank = self._nbytes // (facts.size - 1)
         splits = [0 if peer == facts.rank else per_rank for peer in range(facts.size)]
         nbytes = per_rank * facts.size
@@ -209,7 +213,7 @@ class _Hop:
             if finish is not None:
                 finish()
 
-        mode = WaitMode.SLICES if facts.blocks_host(self._pieces.device) else WaitMode.STREAM
+        mode = WaitMode.SLICES if facts.blocks_host(incoming.device) else WaitMode.STREAM
         pending = Pending((work,), end, facts, "all_to_all", sender.what, nbytes, mode)
         in_background((work,))
         return pending
@@ -218,15 +222,15 @@ class _Hop:
         """`output` (pieces per rank, elements): the sum over the ranks, once the exchange has been waited for."""
         rank, packing = self.facts.rank, self._sender.packing
         parts = self._incoming[: self._nbytes].view(self._shape)
-        own = self._pieces[rank]
-        sum_packed(output, parts, packing, own=own, own_place=rank, scale=factor, accumulate=accumulate)
+        sum_packed(output, parts, packing, own=self._own, own_place=rank, scale=factor, accumulate=accumulate)
         self.facts.give_buffer(self._incoming)
-        del self._pieces  # a view: the handle lives on, and who asks who holds the memory must not find it
+        self._own = None  # a view: the handle lives on, and who asks who holds the memory must not find it
 
     def _pack(self) -> None:
         packed = self._outgoing[: self._nbytes].view(self._shape)
         loco, packing = self._sender.loco, self._sender.packing
-        pieces = self._pieces
+        pieces, self._pieces = self._pieces, None
+        assert pieces is not None, "an exchange is started once"
         peers = [peer for peer in range(self.facts.size) if peer != self.facts.rank]
         if loco is None:
             for slot, peer in enumerate(peers):

@@ -224,6 +224,8 @@ class GradReducer:
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
         index = self.launched % self.workspace.count
+        if self.options.overlap:  # before one is waited for: second hops queue up behind what is on the slow link
+            self._push_on()
         self._land(index)
         self.launched += 1
         number, group = self._where[id(bucket.group)], bucket.group
@@ -257,8 +259,6 @@ class GradReducer:
         bucket.reduced = True
         if not self.options.overlap:
             self._land(index)
-        else:  # the one before: its second hop, if it has one, travels under the backward that goes on
-            self._push_on(but=index)
 
     def _send_in_parts(self, number: int, bucket: Bucket, sources: list[torch.Tensor | None]) -> None:
         """A bucket of sharded gradients, part by part in the one buffer of the workspace."""
@@ -279,12 +279,12 @@ class GradReducer:
         bucket.reduced = True
         self.on_landed(bucket.group, bucket.segment.index)
 
-    def _push_on(self, but: int = -1) -> None:
+    def _push_on(self) -> None:
         """Start the second hops of what is in flight, in the order of the launches."""
         count = self.workspace.count
         for index in ((self.launched + place) % count for place in range(count)):
             entry = self._in_flight[index]
-            if entry is not None and index != but:
+            if entry is not None:
                 push_on(entry[2])
 
     def _open_piece(self, bucket: Bucket) -> torch.Tensor:
