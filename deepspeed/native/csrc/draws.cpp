@@ -19,8 +19,8 @@ using vectors::multiply_add;
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
 constexpr int WORDS = 624, FAR = 397;
-constexpr int64_t GROUP = 16;      // values that come of one another in a normal draw
-constexpr int64_t CHUNK = 2048;    // values on their way, in the nearest cache; whole groups
+constexpr int64_t GROUP = 16;  // values that come of one another in a normal draw
+constexpr int64_t CHUNK = 2048;  // values on their way, in the nearest cache; whole groups
 
 // The bytes of `torch.Generator.get_state()` that a draw changes; more follow.
 struct State {
