@@ -10,6 +10,7 @@ import ast
 import hashlib
 import re
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 # Each of these says something of its own in its docstrings; all stand wherever the project is installed.
@@ -26,6 +27,17 @@ def folder_of(package: str) -> Path:
     return found[0]
 
 
+def docstrings_in(node: ast.AST) -> Iterator[str]:
+    """Docstrings of a module and all that it defines, as they stand. Expressions are passed by: they define nothing."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        found = ast.get_docstring(node, clean=False)
+        if found:
+            yield found
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for inner in getattr(node, part, ()):
+            yield from docstrings_in(inner)
+
+
 def docstrings(package: str) -> list[str]:
     """Beginnings of docstrings of ``package``, without its name, in an order that mixes them; some hundred."""
     name = re.compile(r"\b(" + "|".join(re.escape(part) for part in package.split("/")) + r")\b", re.IGNORECASE)
@@ -40,12 +52,10 @@ def docstrings(package: str) -> list[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = " ".join((ast.get_docstring(node) or "").split())[:300]
-                text = name.sub("it", text)
-                if len(text) >= 60:
-                    texts.add(text)
+        for docstring in docstrings_in(tree):
+            text = name.sub("it", " ".join(docstring.split())[:300])
+            if len(text) >= 60:
+                texts.add(text)
     return sorted(texts, key=_hash)
 
 
