@@ -19,8 +19,9 @@ from deepspeed.runtime.zero import init_draws
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Context
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
-LAWS = {"uniform": ((0.0, 1.0), (-0.03125, 0.03125), (-0.1234567, 0.3456789), (1.0, 1.0 + 2.0**-20), (5.0, 5.0)),
-        "normal": ((0.0, 1.0), (0.0, 0.02), (-0.1234567, 0.3456789), (3.0, 0.0))}  # fmt: skip
+LAWS = {"uniform": ((0.0, 1.0), (-0.03125, 0.03125), (-0.1234567, 0.3456789), (1.0, 1.0 + 2.0**-20), (5.0, 5.0),
+                    (-0.0, 0.5), (-0.0, 0.0)),
+        "normal": ((0.0, 1.0), (0.0, 0.02), (-0.1234567, 0.3456789), (3.0, 0.0), (-0.0, 0.0))}  # fmt: skip
 # Around the 624 words of the generator, the 16 values of a group, the vectors and the runs of the library.
 NUMELS = (0, 1, 15, 16, 17, 31, 40, 608, 623, 624, 625, 1247, 1248, 2047, 2048, 2049, 2064, 40_000, 3, 100_003)
 
@@ -53,6 +54,11 @@ def by_both(draw: Callable[[], Any]) -> tuple[Any, Any]:
     return right, found
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, of which 0 and -0 are two."""
+    return tensor.view(torch.uint8)
+
+
 def available(law: str, dtype: torch.dtype = torch.float32) -> bool:
     there = init_draws._kernel(law, dtype) is not None
     if find_compiler() and isa.choose().name == "avx2" and torch.backends.cpu.get_cpu_capability() == "AVX2":
@@ -72,7 +78,7 @@ def test_bits_and_state_are_those_of_torch(law: str, dtype: torch.dtype, drawn: 
         return values
 
     right, found = by_both(draw)
-    assert [torch.equal(a, b) for a, b in zip(found, right, strict=True)] == [True] * len(right)
+    assert [torch.equal(bits(a), bits(b)) for a, b in zip(found, right, strict=True)] == [True] * len(right)
     taken = [available(law, dtype) and (law == "uniform" or numel >= 16) for numel in NUMELS] * len(LAWS[law])
     assert drawn == taken
 
@@ -199,6 +205,22 @@ def test_values_another_thread_has_drawn_meanwhile_are_not_drawn_again(
     with Context():
         found = torch.empty(100).uniform_()
     assert torch.equal(torch.cat([stolen[0], found]), right)
+    assert drawn == [False]
+
+
+def test_the_compiler_sees_torch_alone(drawn: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a library is nothing it could trace: it would warn, or refuse under ``fullgraph``."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    right, found = by_both(lambda: torch.empty(3000).normal_(0.0, 0.1))
+    assert torch.equal(found, right)
+    assert drawn == []
+
+
+def test_16_bit_numbers_are_drawn_where_fp32_ones_are(drawn: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of them show that torch rounds once more than the library: a short comparison proves nothing."""
+    monkeypatch.setattr(init_draws, "_as_torch", lambda kernel, law, dtype: dtype is not torch.float32)
+    right, found = by_both(lambda: torch.empty(3000, dtype=torch.bfloat16).uniform_(-1.0, 0.3))
+    assert torch.equal(found, right)
     assert drawn == [False]
 
 

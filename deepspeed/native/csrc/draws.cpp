@@ -116,8 +116,9 @@ void uniform(Words& words, char* out, int64_t count, float from, float to) {
   // What rounding has made `to`, which is outside, becomes `from`.
   const auto value = [=](auto x) {
     using F = decltype(x);
-    const F found = rounded<KIND>(multiply_add(x, F{} + range, F{} + from));
-    return found == F{} + end ? F{} + from : found;
+    const F start = from - F{};  // a sum would lose the sign of -0
+    const F found = rounded<KIND>(multiply_add(x, F{} + range, start));
+    return found == F{} + end ? start : found;
   };
   for (int64_t begin = 0; begin < count; begin += CHUNK) {
     const int64_t run = count - begin < CHUNK ? count - begin : CHUNK;
@@ -182,8 +183,8 @@ __attribute__((noinline)) void to_normal(float* values, int64_t count, float mea
       const Vec radius = vectors::square_root(-2.0f * logarithm(1.0f - vectors::load<Vec>(first + i)));
       Vec sine, cosine;
       sine_and_cosine(6.283185307179586f * vectors::load<Vec>(second + i), &sine, &cosine);
-      vectors::store(first + i, multiply_add(radius * cosine, Vec{} + deviation, Vec{} + mean));
-      vectors::store(second + i, multiply_add(radius * sine, Vec{} + deviation, Vec{} + mean));
+      vectors::store(first + i, multiply_add(radius * cosine, deviation - Vec{}, mean - Vec{}));
+      vectors::store(second + i, multiply_add(radius * sine, deviation - Vec{}, mean - Vec{}));
     }
     for (int i = 0; i < 4; ++i) vectors::store(values + i * HALF, vectors::load<Run>(places[i]));
   }
