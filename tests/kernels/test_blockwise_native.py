@@ -1,4 +1,4 @@
-"""The C++ kernels of blockwise quantization: torch's bits, sanitizers, instruction sets, odd memory, the choice."""
+"""The C++ kernels of blockwise quantization: torch's bits, instruction sets, odd memory, the choice."""
 
 from __future__ import annotations
 
