@@ -51,7 +51,8 @@ test: $(VENV)/.installed-test
 kernels: .venv-triton/.installed
 	PYTHONPATH=.venv-triton $(BIN)/python -m pytest -n $(LANES) -q $(wildcard tests/kernels/test_*_triton.py) $(ARGS)
 
-clients:
+# After the environment of the tests, whose torch it reads: a second copy would take a minute and a gigabyte.
+clients: $(VENV)/.installed-test
 	PYTHON=$(PYTHON) LANES=$(LANES) scripts/check_clients.sh $(ARGS)
 
 lint: $(VENV)/.installed-dev

@@ -19,6 +19,12 @@ stamp=$target/.clients-installed
 [[ -x $python ]] || "${PYTHON:-python3}" -m venv "$target"
 if ! cmp -s "$stamp" <(cat constraints.txt constraints-clients.txt pyproject.toml); then
     echo "installing the clients into $target (once; a few minutes)"
+    # What .venv has at the same pins (torch, the largest) is read from there, where one Python made both.
+    places=$(.venv/bin/python -c 'import sys, sysconfig; print(sys.version_info[:2], sysconfig.get_path("purelib"))' || true)
+    own=$("$python" -c 'import sys, sysconfig; print(sys.version_info[:2], sysconfig.get_path("purelib"))')
+    if [[ -n $places && -e .venv/.installed-test && ${places%%)*} == "${own%%)*}" ]]; then
+        echo "${places#*) }" >"${own#*) }/beside.pth"
+    fi
     install=("$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-clients.txt)
     "${install[@]}" -e . pytest pytest-xdist hypothesis safetensors \
         transformers accelerate peft trl datasets lightning

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
 import re
-import sysconfig
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +21,12 @@ HELD_OUT = 30  # of them
 
 
 def folder_of(package: str) -> Path:
-    paths = sysconfig.get_paths()
-    found = [Path(paths[key], package) for key in ("stdlib", "purelib") if Path(paths[key], package).is_dir()]
-    if not found:
-        raise FileNotFoundError(f"no package {package} in {paths['stdlib']} or {paths['purelib']}")
-    return found[0]
+    name, _, inner = package.partition("/")
+    spec = importlib.util.find_spec(name)
+    folder = Path(spec.origin).parent / inner if spec is not None and spec.origin is not None else None
+    if folder is None or not folder.is_dir():
+        raise FileNotFoundError(f"no package {package} where Python looks for modules: {sys.path}")
+    return folder
 
 
 def docstrings_in(node: ast.AST) -> Iterator[str]:
