@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("DS_CONFIG_STRICT", "1")
 
+import hypothesis
 import pytest
 import torch
 
@@ -23,6 +24,10 @@ MAX_WORLD_SIZE = 4
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # A machine that is busy with something else draws examples slowly; that is no fault of a test.
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
