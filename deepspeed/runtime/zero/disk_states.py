@@ -135,8 +135,18 @@ class DiskStates:
             self.store.let_go(files)
             self._point(unit, {key: self._mapped[id(unit), key] for key in keys})
             raise
+        self._gather_fresh(unit, buffers)
         self._point(unit, {key: self._mapped[id(unit), key] for key in keys})
         self.store.commit_all(files)
+
+    def _gather_fresh(self, unit: Unit, buffers: dict[str, torch.Tensor]) -> None:
+        """States that the update has made go along: of a first gradient, or after a checkpoint that had none."""
+        for bound in unit.fragments:
+            for key, value in self.base.state.get(bound.leaf, {}).items():
+                if key in buffers and _is_in_file(value, bound):
+                    part = unit.part(bound, buffers[key])
+                    if part.data_ptr() != value.data_ptr():
+                        part.copy_(value)
 
     def _point(self, unit: Unit, wholes: dict[str, torch.Tensor]) -> None:
         for bound in unit.fragments:

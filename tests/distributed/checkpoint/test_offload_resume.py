@@ -75,3 +75,25 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(pool: WorkerPool, tmp_path: P
     config = settings(3, kind, "fp32")
     for unbroken, resumed in pool.run(2, _resume, str(tmp_path), config):
         assert unbroken == resumed
+
+
+def _back_to_the_start(folder: str, kinds: tuple[str, ...]) -> list[dict]:
+    found = []
+    for kind in kinds:
+        engine = runs.start(settings(3, kind))
+        engine.save_checkpoint(folder, tag="start")
+        runs.step(engine, 0, 0)
+        engine.load_checkpoint(folder, tag="start")
+        torch.manual_seed(0)  # of dropout
+        for index in range(2):
+            runs.step(engine, index, 0)
+        found.append(runs.snapshot(engine))
+        engine.destroy()
+    return found
+
+
+def test_a_checkpoint_without_states_starts_them_anew(pool: WorkerPool, tmp_path: Path) -> None:
+    """Saved before the first step: what files hold of the steps since must not come back."""
+    plain, *offloaded = pool.run(1, _back_to_the_start, str(tmp_path), ("", "cpu", "disk"))[0]
+    for found in offloaded:
+        same_full(plain, found, BITS)
