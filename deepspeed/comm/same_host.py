@@ -334,6 +334,7 @@ def describe(group: Group | None = None) -> str:
 def _after_fork() -> None:
     shm_channel.forget_all()
     for facts in all_facts():
+        facts.page = None  # the marks there are the parent's: others would take ours for its next call
         if facts.link is not None:
             facts.link.forget()
 
