@@ -14,7 +14,8 @@ Environment:
     DS_NATIVE_CACHE   folder of the built libraries (default $XDG_CACHE_HOME/deepspeed or ~/.cache/deepspeed)
     CXX               compiler
     DS_ISA            variant, see isa.py
-    DS_SKIP_<NAME>=1, DS_BUILD_<NAME>=0, DS_BUILD_OPS=0   do not use this library / any (NAME in upper case)
+    DS_SKIP_<NAME>=1, DS_BUILD_<NAME>=0   do not use this library (NAME in upper case)
+    DS_SKIP_OPS=1, DS_BUILD_OPS=0         do not use any
     DS_NATIVE_FLAGS   more compiler flags, e.g. "-fsanitize=address"
 """
 
@@ -135,7 +136,7 @@ def build(name: str) -> Built:
     compiler = find_compiler()
     if compiler is None:
         raise NativeUnavailable(
-            f"native library {name!r}: no C++ compiler found (looked for $CXX, c++, g++, clang++); install one"
+            f"native library {name!r}: {_no_compiler()}"
         )
     target = cache_folder() / f"{name}-{isa.name}-{_digest(sources, flags, _identity(compiler))}.so"
     if target.is_file():
@@ -154,7 +155,7 @@ def build_package(folder: Path) -> list[Path]:
     """
     compiler = find_compiler()
     if compiler is None:
-        raise NativeUnavailable("no C++ compiler found (looked for $CXX, c++, g++, clang++); install one")
+        raise NativeUnavailable(_no_compiler())
     folder.mkdir(parents=True, exist_ok=True)
 
     def make(name: str, isa: Isa) -> Path:
@@ -180,6 +181,16 @@ def find_compiler() -> str | None:
     """The C++ compiler this process would use: $CXX, else c++, g++ or clang++ on the PATH."""
     asked = os.environ.get("CXX")
     return shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def _no_compiler() -> str:
+    asked = os.environ.get("CXX")
+    if asked:
+        return (
+            f"no C++ compiler found: CXX={asked!r} is no program on the PATH. Give its name or path alone (arguments "
+            "go into DS_NATIVE_FLAGS), or unset CXX to take c++, g++ or clang++"
+        )
+    return "no C++ compiler found (looked for c++, g++, clang++); install one, or name it in CXX"
 
 
 def cache_folder() -> Path:

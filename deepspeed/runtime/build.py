@@ -289,6 +289,12 @@ def choose_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The torch optimizer: the client's instance, what the client's callable returns, or the config's; else None."""
     params = param_groups(model, model_parameters)
+    if client is not None and config.optimizer is not None and config.optimizer.type is not None:
+        log_dist(
+            f"optimizer.type={config.optimizer.type!r} has no effect: the optimizer passed to deepspeed.initialize "
+            f"({type(client).__name__}) is used",
+            ranks=[0],
+        )
     if isinstance(client, torch.optim.Optimizer):
         return client
     if callable(client):

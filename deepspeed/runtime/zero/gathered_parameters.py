@@ -23,7 +23,8 @@ class GatheredParameters:
     """Inside the context the sharded ones among ``params`` are whole. Collective at both ends; may be entered again.
 
     Args:
-        params: a parameter, or any iterable of parameters; what is not sharded is left alone.
+        params: a parameter, or any iterable of parameters (None among them stands for a missing bias); what is not
+            sharded is left alone.
         modifier_rank: the rank (of the job) whose values count at the exit: they reach every rank, its shards and fp32
             masters. None: the context is for reading; edits are dropped at the exit, with one line naming them.
         fwd_module: the parameters are used in this module's forward (see :func:`register_external_parameter`).
@@ -31,6 +32,7 @@ class GatheredParameters:
 
     Raises:
         ValueError: ``modifier_rank`` is none of the ranks that share the parameters.
+        TypeError: ``params`` are no parameters: a module, a name, ``named_parameters()``, a dict.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class GatheredParameters:
         self._stacks: list[contextlib.ExitStack] = []
         if not enabled:
             return
-        listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+        listed = _listed(params)
         unique = {id(param): param for param in listed}
         self.params = [param for param in unique.values() if block_of(param) is not None]
         self.whole = [param for param in unique.values() if block_of(param) is None]
@@ -171,6 +173,23 @@ def _runs(block: ParamBlock, positions: list[int]) -> Iterator[tuple[int, int]]:
         low, high = place.start, place.start + place.numel
     if low >= 0:
         yield low, high
+
+
+def _listed(params: Any) -> list[Any]:
+    if isinstance(params, torch.Tensor):
+        return [params]
+    wrong = params
+    if isinstance(params, Iterable) and not isinstance(params, str):
+        listed = list(params)
+        others = [item for item in listed if item is not None and not isinstance(item, torch.Tensor)]
+        if not others:
+            return [item for item in listed if item is not None]
+        wrong = others[0]
+    raise TypeError(
+        "deepspeed.zero.GatheredParameters: expected a parameter or an iterable of parameters; found "
+        f"{'' if wrong is params else 'among them '}{type(wrong).__name__}. Pass module.parameters(), "
+        "or the parameters themselves"
+    )
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
