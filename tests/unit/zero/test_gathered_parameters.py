@@ -15,14 +15,14 @@ LINEAR = nn.Linear(2, 2, bias=False)
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [
+    (
         ("weight", "found str"),
         (LINEAR, "found Linear"),
         (nn.ModuleList([LINEAR]), "found among them Linear"),
         (list(LINEAR.named_parameters()), "found among them tuple"),
         (LINEAR.state_dict(), "found among them str"),
         (3, "found int"),
-    ],
+    ),
 )
 def test_what_is_no_parameter_is_named(given: Any, named: str) -> None:
     with pytest.raises(TypeError, match=named):
@@ -30,7 +30,8 @@ def test_what_is_no_parameter_is_named(given: Any, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [LINEAR.weight, [LINEAR.weight, LINEAR.bias], LINEAR.parameters(), nn.ParameterList(LINEAR.parameters()), []]
+    "given",
+    (LINEAR.weight, [LINEAR.weight, LINEAR.bias], LINEAR.parameters(), nn.ParameterList(LINEAR.parameters()), []),
 )
 def test_parameters_in_every_form(given: Any) -> None:
     with deepspeed.zero.GatheredParameters(given, modifier_rank=0), torch.no_grad():
