@@ -43,7 +43,7 @@ class Implementation:
             reason = build.switched_off(op)
             if not reason:
                 build.load(self.library)
-        except build.NativeUnavailable as problem:
+        except (build.NativeUnavailable, ValueError) as problem:  # the latter: a DS_ISA that does not exist
             reason = str(problem)
         return reason
 

@@ -206,10 +206,20 @@ def _unknown(model: type[DeepSpeedConfigModel], key: object, value: Any, path: s
     if model.keeps_unknown_keys and near_miss(str(key), names) is None:
         report.unknown_keys.append(written)
         return
-    hint = nearest(str(key), names)
     detail = f"unknown key (found {show(value)})"
+    below = [name for name, field in model.model_fields.items() if _section_has(field, str(key))]
+    if below and path:
+        places = " or ".join(join(join(report.written(path), name), key) for name in below)
+        report.add(Problem(written, f"{detail}; it is a key of a section below: {places}", "move it there"))
+        return
+    hint = nearest(str(key), names)
     detail += f"; nearest known key: {join(report.written(path), hint)}" if hint else f"; known keys: {_some(names)}"
     report.add(Problem(written, detail, "rename it" if hint else "remove it"))
+
+
+def _section_has(field: FieldInfo, key: str) -> bool:
+    inner = nested_model(field)
+    return inner is not None and find_field(inner, key) is not None
 
 
 def validate(model: type[Section], cleaned: dict[str, Any], report: Report) -> Section | None:

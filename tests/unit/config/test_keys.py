@@ -83,6 +83,20 @@ def test_near_misses_name_the_key_meant(config: dict, path: str, meant: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("key", "places"),
+    (
+        ("super_offload", ("offload_optimizer",)),
+        ("topk_ratio", ("zenflow",)),
+        ("nvme_path", ("offload_param", "offload_optimizer")),
+    ),
+)
+def test_a_key_of_a_section_below_is_sent_there(key: str, places: tuple[str, ...]) -> None:
+    line = only_problem({"train_batch_size": 1, "zero_optimization": {"stage": 2, key: 1}})
+    assert " or ".join(f"zero_optimization.{place}.{key}" for place in places) + "; move it there" in line
+
+
+
+@pytest.mark.parametrize(
     ("section", "key", "other"),
     (
         ("offload_optimizer", "buffer_size", "offload_param"),
