@@ -68,13 +68,13 @@ class DeepSpeedZeroOffloadParamConfig(_OffloadSection):
     """[stage 3] Folder for the files when device is nvme. Example: "/local_nvme"."""
 
     buffer_count: Annotated[Integer, Field(ge=0)] = 5
-    """[stage 3] Host buffers in the pool through which nvme parameters pass. Example: 5."""
+    """[stage 3] Changes nothing: parameters at device nvme are mapped files and pass through no pool. Example: 5."""
 
     buffer_size: Annotated[Size, Field(ge=0)] = 100_000_000
-    """[stage 3] Elements of one pool buffer; at least the largest parameter. Example: 1e8."""
+    """[stage 3] Changes nothing, as `buffer_count`. Example: 1e8."""
 
     max_in_cpu: Annotated[Size, Field(ge=0)] = 1_000_000_000
-    """[stage 3] Parameter elements kept in host memory when device is nvme. Example: 1e9."""
+    """[stage 3] Changes nothing: the system keeps of mapped files in memory what is free. Example: 1e9."""
 
     pin_memory: Flag = True
     """[stage 3] Page-lock host buffers: faster copies, memory that cannot be swapped out. Example: false."""
@@ -96,7 +96,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_OffloadSection):
     """[stage 3] Folder for the files when device is nvme. Example: "/local_nvme"."""
 
     buffer_count: Annotated[Integer, Field(ge=0)] = 4
-    """[stage 3] Host buffers in the swap pool, at least the number of states per parameter. Example: 4."""
+    """[stage 3] Host buffers in the swap pool: at least one for the weights and one for each state. Example: 4."""
 
     pin_memory: Flag = True
     """[stages 1-3] Page-lock host buffers. Example: false."""
@@ -108,7 +108,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_OffloadSection):
     """[stage 3] Write the previous sub-group to nvme while the current one is stepped. Example: true."""
 
     fast_init: Flag = False
-    """[stage 3] Skip the first-touch initialization of nvme files. Example: true."""
+    """[stage 3] Changes nothing: room in files is reserved, and nothing is written to make them. Example: true."""
 
     ratio: Annotated[Real, Field(ge=0.0, le=1.0)] = 1.0
     """[stage 3] Share of sub-groups stepped on the host; below 1.0 needs stage 3. Example: 0.3."""
