@@ -57,6 +57,10 @@ class RowOptimizer(StateOptimizer):
         """The update in torch of parameters of this group from the gradients beside them."""
         raise NotImplementedError
 
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the states that a parameter has, of the group that has most."""
+        return max((self._state_keys(group) for group in self.param_groups), key=len, default=())
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update from the parameters' `grad`; returns the loss of `closure`."""
         with torch.no_grad():

@@ -16,6 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
 from deepspeed.ops.adam.fused_adam import FusedAdam
+from deepspeed.ops.row_optimizer import RowOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import AUTO
 from deepspeed.runtime.precision import PrecisionPolicy
@@ -84,6 +85,7 @@ def offload_options(
     Raises:
         ZeRORuntimeException: ``zero_force_ds_cpu_optimizer: true`` is written in the config, and ``basic`` is another
             optimizer.
+        ValueError: ``buffer_count`` is less than the optimizer's update of states in files needs.
         MemoryError: the host, or the container this process runs in, has too little memory for it at all.
     """
     section = config.zero_config.offload_optimizer
@@ -114,7 +116,7 @@ def offload_options(
         pin=section.pin_memory,
         ratio=float(section.ratio),
         unit_numel=max(1, unit),
-        disk=_store_maker(config) if on_disk else None,
+        disk=_store_maker(config, basic) if on_disk else None,
         speculate=section.super_offload,
         zenflow=zenflow,
     )
@@ -194,7 +196,7 @@ def _zenflow_width(flow: ZenFlowOptions, model: int, accum: int) -> int:
     return model + sums + ((sums + accum) if flow.overlap else 0)
 
 
-def _store_maker(config: DeepSpeedConfig) -> Callable[[int], NvmeStore]:
+def _store_maker(config: DeepSpeedConfig, basic: torch.optim.Optimizer) -> Callable[[int], NvmeStore]:
     """What makes the files and buffers for masters and states once the size of a unit is known."""
     section = config.zero_config.offload_optimizer
     assert section is not None
@@ -202,6 +204,13 @@ def _store_maker(config: DeepSpeedConfig) -> Callable[[int], NvmeStore]:
     folder, pin, count = section.nvme_path, section.pin_memory, section.buffer_count
     if section.pipeline and "buffer_count" not in section.model_fields_set:
         count = _PIPELINED * (1 + _STATES)
+
+    names = basic.state_names() if isinstance(basic, RowOptimizer) else ()  # of others: seen in the first update
+    if count < 1 + len(names):
+        raise ValueError(
+            f"{_HERE}.buffer_count is {count}; {type(basic).__name__} needs {1 + len(names)}: one for the weights "
+            f"and one for each of its states ({', '.join(names)})"
+        )
 
     def make(nbytes: int) -> NvmeStore:
         pinned = pin and get_accelerator().device_name() != "cpu"

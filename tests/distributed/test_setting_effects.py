@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +105,26 @@ def test_a_spoiled_batch_in_bf16_is_skipped(ranks: Callable[..., list[Any]], sta
             assert all(bool(weight.isfinite().all()) for weight in weights), name
         assert all(w.equal(w.bfloat16().float()) for w in found["all bf16"][0])  # masters are bf16 themselves
         assert not all(w.equal(w.bfloat16().float()) for w in found["bf16"][0])
+
+
+def too_few_buffers(folder: str) -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": folder, "buffer_count": 2},
+        },
+    }
+    with pytest.raises(ValueError, match="buffer_count") as refused:
+        deepspeed.initialize(model=model(), config=config)
+    return str(refused.value)
+
+
+@pytest.mark.world(1)
+def test_too_few_buffers_for_files_are_refused_at_once(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    (text,) = ranks(too_few_buffers, str(tmp_path))
+    assert text == (
+        "zero_optimization.offload_optimizer.buffer_count is 2; DeepSpeedCPUAdam needs 3: one for the weights and one "
+        "for each of its states (exp_avg, exp_avg_sq)"
+    )
