@@ -3,7 +3,8 @@
     python benchmarks/step_parts.py [--params 9899520] [--ranks 2]
 
 One process, one thread; every operation runs on tensors of the size one rank has, and the best of many is printed.
-This is the profile behind the "beyond DDP" row of ``step_time``: DDP updates all P bf16 weights and keeps no fp32
+This is the profile of a step with torch's AdamW (``torch_adam``); the engine's own does the last five operations in one
+pass, which is what ``step_time`` times. DDP updates all P bf16 weights and keeps no fp32
 masters, and gloo's threads do its sums; ours updates P / N fp32 masters and sums on the calling thread, in fp32 and in
 rank order.
 Moving the bytes is the same 2 P (N - 1) / N for both and is left out.
