@@ -292,7 +292,7 @@ def choose_optimizer(
     if client is not None and config.optimizer is not None and config.optimizer.type is not None:
         log_dist(
             f"optimizer.type={config.optimizer.type!r} has no effect: the optimizer passed to deepspeed.initialize "
-            f"({type(client).__name__}) is used",
+            f"({getattr(client, '__name__', type(client).__name__)}) is used",
             ranks=[0],
         )
     if isinstance(client, torch.optim.Optimizer):
