@@ -9,6 +9,7 @@ What the ZeRO core is told stands beside it: ``build_zero.py``, ``build_offload.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -294,6 +295,7 @@ def choose_optimizer(
             f"optimizer.type={config.optimizer.type!r} has no effect: the optimizer passed to deepspeed.initialize "
             f"({getattr(client, '__name__', type(client).__name__)}) is used",
             ranks=[0],
+            level=logging.WARNING,
         )
     if isinstance(client, torch.optim.Optimizer):
         return client

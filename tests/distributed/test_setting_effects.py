@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.logging import logger
 
 STEPS = 3
 SAME: dict[str, dict[str, Any]] = {
@@ -128,3 +130,26 @@ def test_too_few_buffers_for_files_are_refused_at_once(ranks: Callable[..., list
         "zero_optimization.offload_optimizer.buffer_count is 2; DeepSpeedCPUAdam needs 3: one for the weights and one "
         "for each of its states (exp_avg, exp_avg_sq)"
     )
+
+
+def both_optimizers() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    built = model()
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}}
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=built, optimizer=torch.optim.SGD(built.parameters(), lr=0.1), config=config
+        )
+    finally:
+        logger.removeHandler(handler)
+    engine.destroy()
+    return lines
+
+
+@pytest.mark.world(1)
+def test_an_optimizer_section_beside_the_clients_optimizer_is_warned_of(ranks: Callable[..., list[Any]]) -> None:
+    (lines,) = ranks(both_optimizers)
+    assert any("optimizer.type='AdamW' has no effect" in line and "(SGD) is used" in line for line in lines)
