@@ -158,10 +158,13 @@ class DirectFile:
 
     def _write_all(self, data: memoryview, offset: int) -> None:
         while data:
+            # Asked before the write: another part in flight may clear the flag, which both share, before this one is
+            # told that it was refused.
+            past_cache = _is_set(self._handle, self._flag)
             try:
                 count = os.pwrite(self._handle, data, offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not _is_set(self._handle, self._flag):
+                if error.errno != errno.EINVAL or not past_cache:
                     raise
                 _set_flag(self._handle, self._flag, False)  # this file system wants another alignment: use the cache
                 continue

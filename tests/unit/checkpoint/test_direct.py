@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import random
+import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,28 @@ def test_file_systems_that_refuse_are_written_through_the_cache(
         monkeypatch.setattr(direct, "_set_flag", lambda handle, flag, on: not on and set_flag(handle, flag, on))
     else:
         monkeypatch.setattr(os, "pwrite", refusing)
+    content = torch.randn(100_000)
+    durable.write_torch(tmp_path / "file.pt", TorchFile(content), SMALL)
+    assert torch.equal(torch.load(tmp_path / "file.pt", weights_only=True), content)
+
+
+def test_parts_refused_at_the_same_moment_all_go_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both parts in flight are refused before either has switched the flag, which they share, off."""
+    plain, refused = os.pwrite, threading.Barrier(2)
+
+    def refusing(handle: int, data: Any, offset: int) -> int:
+        if direct._is_set(handle, os.O_DIRECT):
+            turn = refused.wait(timeout=30)
+            for _ in range(3000 * turn):  # the second is told of it only when the first has switched the flag off
+                if not direct._is_set(handle, os.O_DIRECT):
+                    break
+                time.sleep(0.01)
+            raise OSError(22, "Invalid argument")
+        return plain(handle, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
     content = torch.randn(100_000)
     durable.write_torch(tmp_path / "file.pt", TorchFile(content), SMALL)
     assert torch.equal(torch.load(tmp_path / "file.pt", weights_only=True), content)
