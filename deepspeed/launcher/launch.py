@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed.launcher import environment
+from deepspeed.launcher.capacity import check_number_of_workers
 from deepspeed.launcher.console import Console
 from deepspeed.launcher.constants import DEFAULT_MASTER_PORT
 from deepspeed.launcher.devices import Devices, find_devices
@@ -132,6 +133,8 @@ def run_node(
     plan.command.check()
     _check_slots(plan, devices)
     base = os.environ if base_environment is None else base_environment
+    host = list(plan.world)[plan.node_rank]
+    check_number_of_workers(len(plan.local_slots), f"slots of {host}", devices, base)
     run_id = new_run_id(base.get(environment.RUN_ID_VARIABLE))
     specs = _worker_specs(plan, devices, console, base, run_id)
     supervisor = Supervisor(

@@ -59,7 +59,13 @@ class CommandLine:
         """Return the options, the script and, untouched, what follows it. Exits with argparse's text on a mistake."""
         options, rest = self._split(list(argv))
         # "--" in front of the script keeps argparse from reading a script named like an option.
-        parsed = self._parser().parse_args([*options, *(["--", rest[0]] if rest else [])])
+        parser = self._parser()
+        parsed, unknown = parser.parse_known_args([*options, *(["--", rest[0]] if rest else [])])
+        if unknown:
+            parser.error(
+                f"unrecognized arguments: {' '.join(unknown)}; the options of the script go behind it: "
+                f"{self.program or parser.prog} [options] {self.script.upper()} {unknown[0].partition('=')[0]} ..."
+            )
         setattr(parsed, self.arguments, rest[1:])
         if getattr(parsed, "quiet", False):
             parsed.log_level = "error"

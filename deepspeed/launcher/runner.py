@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.launcher import environment, hostfile
+from deepspeed.launcher.capacity import check_number_of_workers
 from deepspeed.launcher.console import Console
 from deepspeed.launcher.constants import (
     DEFAULT_HOSTFILE,
@@ -21,7 +22,7 @@ from deepspeed.launcher.constants import (
     PDSH_LAUNCHER,
     PDSH_MAX_FAN_OUT,
 )
-from deepspeed.launcher.devices import find_devices
+from deepspeed.launcher.devices import Devices, find_devices
 from deepspeed.launcher.errors import REFUSED, StartError, UsageError
 from deepspeed.launcher.hostfile import (
     Slot,
@@ -77,7 +78,8 @@ devices of one node, first match wins:
   2. --num_gpus N              the first N visible devices
   3. CUDA_VISIBLE_DEVICES      (or the accelerator's own variable) all it names
   4. every device of the host  on the CPU: one worker per NUMA node
-On the CPU any number of workers can be asked for. MASTER_PORT: on one node a free port unless given.
+On the CPU more workers than cores can be asked for, up to 8 a core (DS_LAUNCH_MAX_RANKS=N allows N).
+MASTER_PORT: on one node a free port unless given.
 SIGINT, SIGTERM, SIGHUP and SIGUSR1/2 are passed on to the workers, which have 30 s to end (DS_LAUNCH_GRACE=seconds);
 a second Ctrl-C ends them at once. A worker that fails ends all others. Exit code: that of the first failed worker.
 examples:
@@ -258,6 +260,7 @@ def _run_here(
         hostfile_slots=hostfile_slots,
         aliases=here if hostfile_slots is None else (),
     )
+    _check_number(options, devices, environ)
     selection = select_local_slots(request, devices, environ)
     port = options.master_port if options.master_port_given else None
     with local_rendezvous(options.master_addr, port, environ, console) as meeting:
@@ -268,6 +271,12 @@ def _run_here(
         )
         plan = _plan(options, {host: selection.slots}, 0, meeting.address, meeting.port)
         return run_node(plan, devices, console, environ)
+
+
+def _check_number(options: argparse.Namespace, devices: Devices, environ: Mapping[str, str]) -> None:
+    """Before the slots are listed: a list of a billion of them would be the first thing to fill the memory."""
+    if options.num_gpus > 0:
+        check_number_of_workers(options.num_gpus, f"--num_gpus {options.num_gpus}", devices, environ)
 
 
 def _names_of_this_host() -> tuple[str, ...]:
@@ -319,6 +328,7 @@ def _run_one_of_many(options: argparse.Namespace, active: Mapping[str, Sequence[
     devices = find_devices(environ)
     if active is None:
         # Without a hostfile every node is alike, as schedulers hand them out.
+        _check_number(options, devices, environ)
         selection = select_local_slots(Request(num_devices=options.num_gpus), devices, environ)
         active = {f"node-{number}": selection.slots for number in range(options.num_nodes)}
     num_nodes = len(active)
@@ -352,11 +362,10 @@ def _run_multi_node(
 
     environ = dict(os.environ)
     if active is None:
-        selection = select_local_slots(
-            Request(include=options.include, exclude=options.exclude, num_devices=options.num_gpus),
-            find_devices(environ),
-            environ,
-        )
+        devices = find_devices(environ)
+        _check_number(options, devices, environ)
+        request = Request(include=options.include, exclude=options.exclude, num_devices=options.num_gpus)
+        selection = select_local_slots(request, devices, environ)
         active = {LOCAL_HOST: selection.slots}
         pool = {LOCAL_HOST: len(selection.slots)}
     return multinode.run(

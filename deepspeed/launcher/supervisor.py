@@ -104,7 +104,7 @@ class Supervisor:
         # is forked before them, since it must not write into our wake-up pipe.
         with Guardian(self._run_id) as guardian, Wakeups(self._end_with_stdin) as wakeups:
             try:
-                started = self._start_all(guardian)
+                started = self._start_all(guardian, wakeups)
                 if started:
                     self._wait_for_the_end(wakeups)
             except BaseException:
@@ -122,8 +122,13 @@ class Supervisor:
 
     # --- start
 
-    def _start_all(self, guardian: Guardian) -> bool:
+    def _start_all(self, guardian: Guardian, wakeups: Wakeups) -> bool:
         for spec in self._specs:
+            # Hundreds of starts take many seconds: who interrupts them wants no more of them.
+            for signum in wakeups.wait(0.0):
+                self._on_signal(signum)
+            if self._phase is not Phase.RUNNING:
+                return True
             try:
                 worker = Worker(spec)
             except OSError as problem:
@@ -200,9 +205,11 @@ class Supervisor:
         self._enter(Phase.INTERRUPTED, SIGNAL_GRACE)
         self._forward(signum)
         running = sum(worker.ending is None for worker in self._workers)
+        missing = len(self._specs) - len(self._workers)
+        not_started = f", {missing} more are not started" if missing else ""
         self._console.info(
-            f"{signal_name(signum)} passed on to {running} workers; they have {self._grace(SIGNAL_GRACE):g} s to end "
-            f"({GRACE_VARIABLE} changes that), a second Ctrl-C ends them at once"
+            f"{signal_name(signum)} passed on to {running} workers{not_started}; they have {self._grace(SIGNAL_GRACE):g} s "
+            f"to end ({GRACE_VARIABLE} changes that), a second Ctrl-C ends them at once"
         )
 
     def _forward(self, signum: int) -> None:
@@ -268,11 +275,14 @@ class Supervisor:
     def _exit_code(self) -> int:
         """Code of the worker that failed first.
 
-        After a signal: the first code that is not 0, where a worker that we had to kill counts as ended by that signal.
+        After a signal: the first code that is not 0, where a worker that we had to kill counts as ended by that signal,
+        and so does one that was never started.
         """
         if self._culprit is not None and self._culprit.ending is not None:
             return self._culprit.ending.status
         statuses = [worker.ending.status for worker in self._workers if worker.ending is not None]
         if self._signal and self._phase is Phase.KILLED:
             statuses = [128 + self._signal if status == 128 + signal.SIGKILL else status for status in statuses]
+        if self._signal and len(self._workers) < len(self._specs):
+            statuses.append(128 + self._signal)
         return next((status for status in statuses if status), 0)

@@ -116,6 +116,15 @@ def test_mistakes_end_with_the_usage_text(capsys: pytest.CaptureFixture[str]) ->
     assert "usage: deepspeed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", (["--deepspeed_config", "ds.json", "s.py"], ["--deepspeed_config=ds.json", "s.py"]))
+def test_an_option_of_the_script_in_front_of_it_is_sent_behind_it(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        runner.parse_args(["--num_gpus", "2", *words])
+    assert "go behind it: deepspeed [options] USER_SCRIPT --deepspeed_config ..." in capsys.readouterr().err
+
+
 @given(st.lists(st.text()))
 def test_whatever_follows_the_script_is_passed_on_unchanged(arguments: list[str]) -> None:
     assert runner.parse_args(["--num_gpus", "2", "s.py", *arguments]).user_args == arguments

@@ -148,6 +148,35 @@ def test_signals_are_forwarded_and_workers_may_finish(folder: Folder, signum: si
     assert "likely cause" not in err
 
 
+# The launcher, with a signal to itself after the start of the second worker.
+INTERRUPTED_START = """
+import os, signal, sys
+from deepspeed.launcher import runner, supervisor
+started = []
+class Worker(supervisor.Worker):
+    def __init__(self, spec):
+        super().__init__(spec)
+        started.append(spec.name)
+        if len(started) == 2:
+            os.kill(os.getpid(), int(sys.argv[1]))
+supervisor.Worker = Worker
+try:
+    runner.main(["--num_gpus", "4", "wait.py"])
+finally:
+    print(*started, sep=",")
+"""
+
+
+@pytest.mark.parametrize("signum", (signal.SIGTERM, signal.SIGINT))
+def test_a_signal_between_two_starts_ends_the_starting(folder: Folder, signum: signal.Signals) -> None:
+    # They end well on the signal, so the exit code is that of those that never ran.
+    folder.script("wait.py", "import time\ntry:\n    time.sleep(60)\nfinally:\n    import os; os._exit(0)")
+    done = folder.launch(command=[sys.executable, "-c", INTERRUPTED_START, str(int(signum))])
+    assert done.stdout == "rank 0,rank 1\n", done.stderr
+    assert f"{signum.name} passed on to 2 workers, 2 more are not started" in done.stderr
+    assert done.returncode == 128 + signum
+
+
 def test_default_reaction_to_a_signal_gives_the_shells_code(folder: Folder) -> None:
     script = folder.script("wait.py", "import time; from say import say; say('up'); time.sleep(60)")
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
