@@ -208,8 +208,9 @@ class Supervisor:
         missing = len(self._specs) - len(self._workers)
         not_started = f", {missing} more are not started" if missing else ""
         self._console.info(
-            f"{signal_name(signum)} passed on to {running} workers{not_started}; they have {self._grace(SIGNAL_GRACE):g} s "
-            f"to end ({GRACE_VARIABLE} changes that), a second Ctrl-C ends them at once"
+            f"{signal_name(signum)} passed on to {running} workers{not_started}; "
+            f"they have {self._grace(SIGNAL_GRACE):g} s to end ({GRACE_VARIABLE} changes that), "
+            "a second Ctrl-C ends them at once"
         )
 
     def _forward(self, signum: int) -> None:
