@@ -1,13 +1,12 @@
 """Compile the native libraries for every instruction set of this kind of machine, e.g. before making a wheel.
 
-    python scripts/build_ops.py [FOLDER]
-
-FOLDER: default deepspeed/native/lib, where an installation looks first. Needs a C++17 compiler and nothing else, not
-even torch. Exit code 1 and the compiler's words when something cannot be compiled.
+Needs a C++17 compiler and nothing else, not even torch. Exit code 1 and the compiler's words when something cannot be
+compiled.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from importlib import import_module
@@ -28,8 +27,13 @@ def load_build() -> ModuleType:
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ROOT / "deepspeed" / "native" / "lib"
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=default, help="default: where an installation looks first"
+    )
+    folder = parser.parse_args(arguments).folder
     build = load_build()
-    folder = Path(arguments[0]) if arguments else ROOT / "deepspeed" / "native" / "lib"
     began = time.monotonic()
     try:
         made = build.build_package(folder)

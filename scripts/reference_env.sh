@@ -10,4 +10,5 @@ python3 -m venv "$target"
 if [[ ${2:-} == clients ]]; then
     "$target/bin/python" -m pip install -q -c constraints.txt -c constraints-clients.txt transformers accelerate
 fi
-"$target/bin/python" -c "import importlib.metadata as m; print('deepspeed', m.version('deepspeed'), 'in $target')"
+# Isolated (-I): with this folder on its path Python would find the metadata of this project first.
+"$target/bin/python" -I -c "import importlib.metadata as m; print('deepspeed', m.version('deepspeed'), 'in $target')"
