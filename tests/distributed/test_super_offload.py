@@ -10,15 +10,17 @@ from tests.harness.offload import apart, offload_sections
 from tests.harness.parity import OPTIMIZERS
 
 
-def _engine(stage: int, clip: float, kind: str = "super", **top):
+def _engine(stage: int, clip: float, kind: str = "super", overlap_comm: bool | None = None, **top):
     import deepspeed
 
+    small = {"reduce_bucket_size": 50, "sub_group_size": 30}
+    small |= {} if overlap_comm is None else {"overlap_comm": overlap_comm}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
         "gradient_clipping": clip,
         "optimizer": OPTIMIZERS["adamw"].block,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50, "sub_group_size": 30, **offload_sections(kind)},
+        "zero_optimization": {"stage": stage, **small, **offload_sections(kind)},
         **top,
     }
     with apart():
@@ -98,3 +100,85 @@ def _error() -> None:
 
 def test_an_error_of_the_worker_comes_out_of_step(pool) -> None:
     pool.run(1, _error)
+
+
+def _masters(engine) -> list[torch.Tensor]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return [safe_get_full_fp32_param(param) for param in engine.module.parameters() if param.requires_grad]
+
+
+def _assert_same_masters(one, two) -> None:
+    for left, right in zip(_masters(one), _masters(two), strict=True):
+        assert torch.equal(left, right)
+    one.destroy()
+    two.destroy()
+
+
+def _worker_fails_once(stage: int) -> None:
+    one, two = _engine(stage, 0.0), _engine(stage, 0.0, "cpu")
+    optimizer, calls = one.optimizer.optimizer, []
+
+    def fail_once(rows, scale) -> None:
+        calls.append(scale)
+        if len(calls) == 2 and torch.distributed.get_rank() == 0:
+            raise MemoryError("none left")
+        type(optimizer).update_from(optimizer, rows, scale)
+
+    for index in range(3):
+        for engine in (one, two):
+            if index == 1 and engine is one:
+                optimizer.update_from = fail_once
+            _backward(engine, index)
+            engine.step()
+    assert len(calls) > (2 if torch.distributed.get_rank() == 0 else 1)
+    _assert_same_masters(one, two)
+
+
+def test_a_failed_guess_is_a_wrong_one(pool) -> None:
+    """The unit is put back and updated at the boundary; nothing of the failure is left."""
+    pool.run(2, _worker_fails_once, 3)
+
+
+def _gives_up() -> None:
+    engine = _engine(2, 0.0)
+
+    def fail(rows, scale) -> None:
+        raise OSError("no memory today")
+
+    engine.optimizer.optimizer.update_from = fail
+    _backward(engine, 0)
+    engine.zero_grad()
+    engine.destroy()
+
+
+def test_an_engine_whose_worker_failed_can_go(pool) -> None:
+    pool.run(1, _gives_up)
+
+
+def _changed_by_hand(stage: int, how: str) -> None:
+    """Gradients changed between backward and step, in any way, count as they do without guesses."""
+    one, two = _engine(stage, 0.0, overlap_comm=True), _engine(stage, 0.0, "cpu", overlap_comm=True)
+    for index in range(3):
+        for engine in (one, two):
+            _backward(engine, index)
+            if how == "added":
+                param = list(engine.module.parameters())[index]
+                param.grad = torch.full_like(param, 0.5)
+            elif how == "averaged_gradients":
+                for grads in engine.optimizer.averaged_gradients.values():
+                    for grad in grads or ():
+                        grad.mul_(0.25)
+            else:
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = torch.tensor(0.5) if index == 0 else group["lr"].mul_(0.5)
+            engine.step()
+    _assert_same_masters(one, two)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "how"),
+    ((1, 2, "added"), (1, 2, "averaged_gradients"), (2, 2, "averaged_gradients"), (1, 2, "rate in a tensor")),
+)
+def test_changes_by_hand_count(pool, world: int, stage: int, how: str) -> None:
+    pool.run(world, _changed_by_hand, stage, how)

@@ -10,6 +10,7 @@ units travel to the device. Does not own: the order of units, publishing.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Sequence
@@ -54,6 +55,18 @@ def _has_own_update(kind: type) -> bool:
     order = kind.__mro__
     steps = [i for i, cls in enumerate(order) if inspect.unwrap(cls.__dict__.get("step", object)) is step]
     return next(i for i, cls in enumerate(order) if "update_from" in cls.__dict__) <= max(steps)
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies of the hyper-parameters of a parameter group.
+
+    A rate may be a tensor, which schedulers write into: what they write is not for an update that has begun.
+    """
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 class FusedUpdate:

@@ -74,7 +74,10 @@ class LocalGrads:
     def finish(self) -> None:
         for number, group in enumerate(self.groups):
             if group.offloaded:
-                group.grads_to_host()  # what no hook has seen: written by the user
+                for position, param in enumerate(group.params):
+                    if param.grad is not None:  # what no hook has seen: written by the user
+                        self.grad_ready(number, position)
+                group.grads_to_host()
             self.touched[number] = bytearray(
                 param.grad is not None or held is not None
                 for param, held in zip(group.params, group.accum, strict=True)

@@ -278,11 +278,15 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
         if self.sharding is not None:
             self.sharding.gatherer.end_backward()
 
-    def rescale_grads(self, factor: float) -> None:
-        """Multiply everything the window holds by ``factor``."""
+    def settle_gradients(self) -> None:
+        """What has been sent has landed, and may be written to: nothing has been made of it, nor lands over it."""
         self.executors.roll_back()
         self.reducer.wait()
-        self._host_settled()  # or what is still on its way would land over the product
+        self._host_settled()
+
+    def rescale_grads(self, factor: float) -> None:
+        """Multiply everything the window holds by ``factor``."""
+        self.settle_gradients()
         with torch.no_grad():
             for group in self.groups:
                 held = [piece for piece in group.grads if piece is not None]

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
-from deepspeed.runtime.zero.fused_update import Row, rows_of, send
+from deepspeed.runtime.zero.fused_update import Row, rows_of, send, settings_of
+from deepspeed.utils.logging import warning_once
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.norm import BoundaryFacts
@@ -75,7 +76,6 @@ class Speculation:
     def begin(self) -> None:
         """A backward starts. Guesses of an earlier one in this window are wrong: there will be more gradient."""
         self.roll_back()
-        self._guesses.clear()
         if self.at_boundary() and rows_of(self.base) is not None:
             self._scale = self.unscale()
             self._guesses = {id(unit): _Guess(unit, self._awaited(unit)) for unit in self.units}
@@ -102,7 +102,7 @@ class Speculation:
 
     def _start(self, guess: _Guess) -> None:
         group = self.base.param_groups[guess.unit.group.group_index]
-        guess.settings = {key: value for key, value in group.items() if key != "params"}
+        guess.settings = settings_of(group)
         guess.scale = self._scale
         event: Any = None
         if not get_accelerator().is_synchronized_device():
@@ -169,7 +169,7 @@ class Speculation:
         self._touched = facts.touched
 
     def _is_right(self, guess: _Guess, facts: BoundaryFacts, scale: float) -> bool:
-        if guess.job is None or not guess.job.result():
+        if not self._has_ended_well(guess):
             return False
         unit = guess.unit
         group = self.base.param_groups[unit.group.group_index]
@@ -177,6 +177,17 @@ class Speculation:
         touched = facts.touched[unit.number]
         alike = all(bool(touched[b.position]) == self._expects(unit, b.position) for b in unit.fragments)
         return alike and not guess.wrong and guess.scale == scale and settings == guess.settings
+
+    def _has_ended_well(self, guess: _Guess) -> bool:
+        """Wait for the worker. A failure of its is one more wrong guess: the update at the boundary is another try."""
+        try:
+            return guess.job is not None and guess.job.result()
+        except Exception as error:
+            warning_once(
+                f"an update of super_offload during backward has failed, and is undone: {type(error).__name__}: "
+                f"{error}. Its unit is updated in step() instead, which raises if it fails there, too"
+            )
+            return False
 
     def commit(self, unit: Unit) -> bool:
         """Send the new weights of ``unit`` to the model if they are ready; False: it is to be updated as always."""
@@ -188,11 +199,14 @@ class Speculation:
         return True
 
     def roll_back(self) -> None:
-        """Put everything back that has been updated and not committed."""
+        """Put everything back that has been updated and not committed. No guess is left, nor made in this backward:
+
+        who asked may go on to write to gradients, and some of them may still be on their way.
+        """
         for guess in self._guesses.values():
-            if guess.job is not None:
-                guess.job.result()
+            self._has_ended_well(guess)
             self._undo(guess)
+        self._guesses.clear()
 
     @torch.no_grad()
     def _undo(self, guess: _Guess) -> None:
@@ -213,7 +227,6 @@ class Speculation:
         self.roll_back()
         if self._worker is not None:
             self._worker.shutdown()
-        self._guesses.clear()
         self._stages.clear()
         self._copies.clear()
 

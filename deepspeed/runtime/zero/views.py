@@ -104,7 +104,11 @@ class HistoricalViews(ZeroOptimizer):
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor] | None]:
-        """Reduced gradients of this rank's fragments per group number, None where there are none."""
+        """Reduced gradients of this rank's fragments per group number, None where there are none.
+
+        Those that lie there: what is written to them between backward and ``step`` counts.
+        """
+        self.settle_gradients()
         found: dict[int, list[torch.Tensor] | None] = {}
         for number, group in enumerate(self.groups):
             grads = [grad for bound in group.fragments if (grad := group.grad_of(bound)) is not None]

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
-from deepspeed.runtime.zero.fused_update import Row
+from deepspeed.runtime.zero.fused_update import Row, settings_of
 from deepspeed.runtime.zero.zenflow.pieces import Piece, state_of
 from deepspeed.utils.logging import logger
 
@@ -302,7 +302,7 @@ def _twin(base: Any) -> Any:
     """``base`` with the hyper-parameters of now, and the same states: what is changed later does not reach a job."""
     twin = object.__new__(type(base))
     twin.__dict__.update(base.__dict__)
-    twin.param_groups = [dict(group) for group in base.param_groups]
+    twin.param_groups = [{**settings_of(group), "params": group["params"]} for group in base.param_groups]
     twin._places = None
     return twin
 
