@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from deepspeed.utils.argument_checks import real
+
 # A parameter and its gradient.
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -52,6 +54,11 @@ class StateOptimizer(Optimizer):
     def new_state(self, param: torch.Tensor) -> torch.Tensor:
         """Zeros of the shape and layout of the parameter, in the dtype of its states."""
         return torch.zeros_like(param, dtype=self.state_dtype(param), memory_format=torch.preserve_format)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):  # else torch names the type
+            _check_hyperparameters(f"{type(self).__name__}, group {len(self.param_groups)}", param_group)
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
@@ -116,6 +123,7 @@ def gradients(params: Iterable[torch.Tensor]) -> Iterator[Pair]:
 
 
 def _check_hyperparameters(owner: str, defaults: dict[str, Any]) -> None:
+    _check_types(owner, defaults)
     limits: dict[str, Callable[[Any], bool]] = {
         "lr": lambda v: v >= 0,
         "eps": lambda v: v >= 0,
@@ -127,3 +135,17 @@ def _check_hyperparameters(owner: str, defaults: dict[str, Any]) -> None:
     for name, is_valid in limits.items():
         if name in defaults and not is_valid(defaults[name]):
             raise ValueError(f"{owner}: {name} = {defaults[name]!r}; expected {wanted.get(name, 'a number >= 0')}")
+
+
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff", "max_grad_norm")
+
+
+def _check_types(owner: str, values: dict[str, Any]) -> None:
+    """Refuse texts and the like: they compare with numbers, if at all, only in the middle of a step."""
+    for name in _NUMBERS:
+        if name in values and not real(values[name]):
+            raise TypeError(f"{owner}: {name} = {values[name]!r} ({type(values[name]).__name__}); expected a number")
+    betas = values.get("betas", (0.0, 0.0))
+    listed = list(betas) if isinstance(betas, Iterable) and not isinstance(betas, str) else []
+    if len(listed) != 2 or not all(map(real, listed)):
+        raise TypeError(f"{owner}: betas = {betas!r}; expected two numbers in [0, 1)")

@@ -66,29 +66,38 @@ def _locate(param: nn.Parameter) -> tuple[ZeroOptimizer, ShardGroup, list[BoundF
 
 
 @torch.no_grad()
-def _assemble(param: nn.Parameter, pick: Pick) -> torch.Tensor | None:
-    """The whole tensor in fp32 from every rank's fragments, in ``param``'s shape; None when no rank has any."""
+def _assemble(param: nn.Parameter, pick: Pick, *, call: str = "", key: str | None = None) -> torch.Tensor | None:
+    """The whole tensor in fp32 from every rank's fragments, in ``param``'s shape; None when no rank has any.
+
+    Raises ValueError where it is the optimizer state ``key``, and states there are, but none of that name.
+    """
     found = _locate(param)
     if found is None:
         return None
     owner, group, fragments = found
-    flat = torch.zeros(param.numel() + 1, dtype=torch.float32, device=param.device)  # last: how many ranks have some
+    # Behind the elements: whether a rank has some; has states of the parameter; knows the name, of any parameter.
+    flat = torch.zeros(param.numel() + 3, dtype=torch.float32, device=param.device)
     for bound in fragments:
         value = pick(bound)
         if value is not None:
             start = bound.fragment.param_start
             flat[start : start + bound.fragment.numel] = value.reshape(-1).float()
-            flat[-1] = 1.0
+            flat[-3] = 1.0
+        elif key is not None and owner.optimizer.state.get(bound.leaf):
+            flat[-2] = 1.0
+    if key is not None and key in _state_names(owner):
+        flat[-1] = 1.0
     if group.sharded:
         # Every element has one owner, so the sum is a gather that needs no sizes exchanged.
-        collectives.all_reduce(
-            flat, owner.shards.group, op="sum", what=f"whole tensor of {_name(owner, param)}"
-        ).wait()
-    return flat[:-1].view(param.shape) if float(flat[-1]) else None
+        collectives.all_reduce(flat, owner.shards.group, op="sum", what=f"whole tensor of {_name(owner, param)}").wait()
+    found_some, has_others, known = flat[-3:].tolist()
+    if key is not None and has_others and not known:  # on all ranks alike, also on those that own none of it
+        raise ValueError(f"{call}: {_unknown_state(owner, param, key)}")
+    return flat[:-3].view(param.shape) if found_some else None
 
 
 @torch.no_grad()
-def _scatter(param: nn.Parameter, value: torch.Tensor, call: str, pick: Pick) -> None:
+def _scatter(param: nn.Parameter, value: torch.Tensor, call: str, pick: Pick, key: str | None = None) -> None:
     """Write the whole tensor ``value`` into this rank's fragments."""
     owner = _must_own(param, call)
     _check_numel(owner, param, value, call)
@@ -96,7 +105,7 @@ def _scatter(param: nn.Parameter, value: torch.Tensor, call: str, pick: Pick) ->
     for bound in owner.bound_to(param):
         target = pick(bound)
         if target is None:
-            raise ValueError(f"{call}: parameter {_name(owner, param)} has no such tensor yet (before the first step?)")
+            raise _nothing_to_set(owner, param, bound, call, key)
         start = bound.fragment.param_start
         target.copy_(flat[start : start + bound.fragment.numel].view(target.shape))
 
@@ -117,7 +126,40 @@ def _master(bound: BoundFragment) -> torch.Tensor:
 
 
 def _state(owner: ZeroOptimizer, key: str) -> Pick:
-    return lambda bound: owner.optimizer.state.get(bound.leaf, {}).get(key)
+    def pick(bound: BoundFragment) -> torch.Tensor | None:
+        value = owner.optimizer.state.get(bound.leaf, {}).get(key)
+        return value if isinstance(value, torch.Tensor) else None  # a step count may be a number
+
+    return pick
+
+
+def _state_names(owner: ZeroOptimizer) -> set[str]:
+    """Names of all states on this rank that are tensors, or None: known and unused (SGD without momentum)."""
+    states = owner.optimizer.state.values()
+    return {name for state in states for name, value in state.items() if isinstance(value, (torch.Tensor, type(None)))}
+
+
+def _lacks(owner: ZeroOptimizer, bound: BoundFragment, key: str) -> bool:
+    """Whether this fragment has states and no parameter can have one of this name, as far as this rank can tell:
+    groups may differ in their states (Muon beside Adam), so each has to have some here."""
+    states = owner.optimizer.state
+    if not states.get(bound.leaf) or key in _state_names(owner):
+        return False
+    return all(any(states.get(leaf) for leaf in group["params"]) for group in owner.optimizer.param_groups)
+
+
+def _unknown_state(owner: ZeroOptimizer, param: nn.Parameter, key: object) -> str:
+    names = ", ".join(sorted(map(str, _state_names(owner)))) or "none on this rank"
+    base = type(owner.optimizer).__name__
+    return f"parameter {_name(owner, param)} has no optimizer state tensor {key!r}; {base} keeps: {names}"
+
+
+def _nothing_to_set(
+    owner: ZeroOptimizer, param: nn.Parameter, bound: BoundFragment, call: str, key: str | None
+) -> ValueError:
+    if key is not None and _lacks(owner, bound, key):
+        return ValueError(f"{call}: {_unknown_state(owner, param, key)}")
+    return ValueError(f"{call}: parameter {_name(owner, param)} has no such tensor yet (before the first step?)")
 
 
 def _gradient(owner: ZeroOptimizer, param: nn.Parameter) -> Pick:
@@ -145,15 +187,20 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """State ``optim_state_key`` (``exp_avg``, ``momentum_buffer`` ...) of ``param``, whole, fp32. Collective."""
+    """State ``optim_state_key`` (``exp_avg``, ``momentum_buffer`` ...) of ``param``, whole, fp32; None before the first
+    step. Collective. Raises ValueError, on all ranks, for a name that the optimizer's states have not."""
     owner = _owner(param)
-    return _assemble(param, _state(owner, optim_state_key)) if owner is not None else None
+    if owner is None:
+        return None
+    call = "safe_get_full_optimizer_state"
+    return _assemble(param, _state(owner, optim_state_key), call=call, key=optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set one optimizer state of ``param``. Same ``value`` on all ranks; ValueError before the state exists."""
     owner = _must_own(param, "safe_set_full_optimizer_state")
-    _scatter(param, value, f"safe_set_full_optimizer_state({optim_state_key!r})", _state(owner, optim_state_key))
+    call = f"safe_set_full_optimizer_state({optim_state_key!r})"
+    _scatter(param, value, call, _state(owner, optim_state_key), optim_state_key)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -197,7 +244,7 @@ def _local(param: nn.Parameter, pick: Pick) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def _set_local(param: nn.Parameter, value: torch.Tensor, call: str, pick: Pick) -> None:
+def _set_local(param: nn.Parameter, value: torch.Tensor, call: str, pick: Pick, key: str | None = None) -> None:
     owner = _must_own(param, call)
     fragments = owner.bound_to(param)
     held = sum(bound.fragment.numel for bound in fragments)
@@ -209,7 +256,7 @@ def _set_local(param: nn.Parameter, value: torch.Tensor, call: str, pick: Pick) 
     for bound in fragments:
         target = pick(bound)
         if target is None:
-            raise ValueError(f"{call}: parameter {_name(owner, param)} has no such tensor yet (before the first step?)")
+            raise _nothing_to_set(owner, param, bound, call, key)
         target.copy_(flat[offset : offset + bound.fragment.numel].view(target.shape))
         offset += bound.fragment.numel
 
@@ -228,14 +275,19 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's elements of one optimizer state.  # 1D, may be empty"""
+    """This rank's elements of one optimizer state; ValueError for a name it has not.  # 1D, may be empty"""
     owner = _owner(param)
-    return _local(param, _state(owner, optim_state_key)) if owner is not None else None
+    if owner is None:
+        return None
+    if any(_lacks(owner, bound, optim_state_key) for bound in owner.bound_to(param)):
+        raise ValueError(f"safe_get_local_optimizer_state: {_unknown_state(owner, param, optim_state_key)}")
+    return _local(param, _state(owner, optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     owner = _must_own(param, "safe_set_local_optimizer_state")
-    _set_local(param, value, f"safe_set_local_optimizer_state({optim_state_key!r})", _state(owner, optim_state_key))
+    call = f"safe_set_local_optimizer_state({optim_state_key!r})"
+    _set_local(param, value, call, _state(owner, optim_state_key), optim_state_key)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:

@@ -32,9 +32,7 @@ def _masters(engine) -> list[torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     params = list(engine.module.parameters())
-    return [safe_get_full_fp32_param(p) for p in params] + [
-        safe_get_full_optimizer_state(p, "exp_avg") for p in params
-    ]
+    return [safe_get_full_fp32_param(p) for p in params] + [safe_get_full_optimizer_state(p, "exp_avg") for p in params]
 
 
 def _addresses(engine) -> list[int]:
@@ -76,11 +74,25 @@ def test_states_come_and_go(pool, stage: int, bf16: bool, kinds) -> None:
 
 def _errors() -> None:
     import deepspeed
-    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
     engine = _engine(2, True)
     with pytest.raises(ValueError, match="offload_states: device 'nvme'"):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
+    with pytest.raises(ValueError, match="device 'gpu'; states can be moved to 'cpu'"):
+        engine.offload_states(device="gpu")
+    for include, said in ((["optim_states", "adam"], "include has 'adam'; known kinds"), ([7], "include has 7")):
+        with pytest.raises(ValueError, match=said):
+            engine.offload_states(include=include)
+    for one_kind in ("optim_states", OffloadStateTypeEnum.optim_states):
+        with pytest.raises(TypeError, match="include='optim_states'; expected a list"):
+            engine.offload_states(include=one_kind)
+    with pytest.raises(TypeError, match=r"reload_states.*expected True or False"):
+        engine.reload_states(["optim_states"])
+    engine.optimizer.away.refuse("none of these has moved anything")
+    engine.offload_states(include=["optim_states"])  # names are as good as members
+    assert engine.optimizer.away.kinds == {OffloadStateTypeEnum.optim_states}
+    engine.reload_states()
     engine.offload_states(device=OffloadDeviceEnum.none)
     _step(engine, 0)
     engine.destroy()

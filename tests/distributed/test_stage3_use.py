@@ -449,6 +449,10 @@ def writes() -> None:
         engine.module.inner.bias.data = torch.full((DIM,), 3.0, dtype=torch.bfloat16)
     with deepspeed.zero.GatheredParameters(engine.module.inner.weight, modifier_rank=0):
         engine.module.inner.weight.data.add_(dist.get_rank() + 1)
+    with deepspeed.zero.GatheredParameters([engine.module.other.weight.data]):  # stands for the parameter
+        assert (engine.module.other.weight == 0).all()
+    with deepspeed.zero.GatheredParameters(engine.module.inner.weight.data, modifier_rank=0):
+        assert torch.equal(engine.module.inner.weight, plain.inner.weight + 1)
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         assert (engine.module.other.bias == 0.25).all()
         assert (engine.module.other.weight == 0).all()

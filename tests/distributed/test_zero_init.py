@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.runtime.zero.mics import MiCS_Init
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.sharded_parameter import block_of
 from tests.harness.models import SPECS
@@ -413,6 +414,17 @@ def test_what_is_not_there_is_refused_by_name() -> None:
         deepspeed.zero.Init(remote_device="nvme")
     with pytest.raises(ValueError, match="remote_device='gpu'"):
         deepspeed.zero.Init(remote_device="gpu")
+    for arguments, said in (
+        ({"enabled": "no"}, r"zero\.Init\(enabled\): expected True or False, found 'no'"),
+        ({"pin_memory": "no"}, r"zero\.Init\(pin_memory\)"),
+        ({"dtype": "bf16"}, r"zero\.Init\(dtype\): expected a floating torch dtype such as .*, found 'bf16'"),
+        ({"dtype": torch.int8}, "found torch.int8"),
+        ({"module": config()}, r"expected a torch\.nn\.Module, found dict; a config is passed as config_dict_or_path"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            deepspeed.zero.Init(**arguments)
+        with pytest.raises(TypeError, match=said):
+            MiCS_Init(**arguments)
     deepspeed.zero.Init(zero_quantized_weights=True)  # gathers are exact until the engine takes over
     deepspeed.zero.Init(remote_device="cpu", config_dict_or_path=config())  # the device itself
     deepspeed.zero.Init(enabled=False, config_dict_or_path={"no": "config"})

@@ -23,11 +23,12 @@ from deepspeed.native.build import NativeUnavailable, load
 from deepspeed.ops.aio.errors import Ended, transfer_failed
 from deepspeed.ops.aio.fallback import PythonQueue
 from deepspeed.ops.aio.files import AioFile
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import logger, warning_once
 
 __all__ = ["ENGINES", "AioEngine", "Transfer", "copy_bytes", "host_bytes"]
 
 ENGINES = ("uring", "threads", "python")
+_PAGE = 4096  # offsets and sizes of direct requests, as in aio.cpp
 _WAIT_MS = 200  # how long the interpreter's signal handlers may have to wait
 
 
@@ -166,6 +167,11 @@ class AioEngine:
 
         Raises NativeUnavailable when DS_AIO_ENGINE asks for what this system has not; ValueError for another value.
         """
+        if block_nbytes % _PAGE:
+            warning_once(
+                f"aio: block_size {block_nbytes} is not a multiple of {_PAGE} bytes, as disks want it: requests of "
+                f"{-(-block_nbytes // _PAGE) * _PAGE} bytes are made"
+            )
         flags = int(single_submit) | (0 if overlap_events else 2)
         pool = max(threads, min(queue_depth, 8))
         self._queue: Queue = _open_queue(block_nbytes, queue_depth * threads, pool, flags)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from deepspeed.ops.aio.engine import AioEngine, Transfer
 from deepspeed.ops.aio.errors import SHORT, AioError, Ended, transfer_failed
 from deepspeed.ops.aio.files import AioFile
 from deepspeed.ops.aio.pinned import PinnedTensors
+from deepspeed.utils.argument_checks import flag, whole
 
 __all__ = ["aio_handle"]
 
@@ -37,15 +39,13 @@ class aio_handle:
         """``block_size``: of one request; ``queue_depth``: requests in flight per thread of ``intra_op_parallelism``;
         ``single_submit``: hand requests to the system one at a time; ``overlap_events``: submit while others run.
 
-        Raises ValueError for a number below 1.
+        Raises ValueError for a number below 1, TypeError for what is no number or flag.
         """
-        numbers = {"block_size": block_size, "queue_depth": queue_depth, "intra_op_parallelism": intra_op_parallelism}
-        for name, value in numbers.items():
-            if int(value) < 1:
-                raise ValueError(f"aio_handle: expected {name} >= 1, found {value}")
-        self._block_size, self._queue_depth = int(block_size), int(queue_depth)
-        self._single_submit, self._overlap_events = bool(single_submit), bool(overlap_events)
-        self._parallel = int(intra_op_parallelism)
+        self._block_size = whole(block_size, "aio_handle", "block_size", minimum=1)
+        self._queue_depth = whole(queue_depth, "aio_handle", "queue_depth", minimum=1)
+        self._parallel = whole(intra_op_parallelism, "aio_handle", "intra_op_parallelism", minimum=1)
+        self._single_submit = flag(single_submit, "aio_handle(single_submit)")
+        self._overlap_events = flag(overlap_events, "aio_handle(overlap_events)")
         self._engine = AioEngine(
             self._block_size,
             self._queue_depth,
@@ -150,22 +150,24 @@ class aio_handle:
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """``num_elem`` zeros of the dtype of ``example_tensor``, on pages of their own.  # 1D, host"""
-        if num_elem < 0:
-            raise ValueError(f"new_cpu_locked_tensor: expected num_elem >= 0, found {num_elem}")
-        return self._pinned.new(int(num_elem), example_tensor.dtype)
+        number = whole(num_elem, "new_cpu_locked_tensor", "num_elem", minimum=0)
+        return self._pinned.new(number, _tensor(example_tensor, "new_cpu_locked_tensor(example_tensor)").dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Forget the tensor; False for one that is not of this handle."""
-        return self._pinned.free(tensor.data_ptr())
+        return self._pinned.free(_tensor(tensor, "free_cpu_locked_tensor").data_ptr())
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether the tensor is pinned by this handle or by torch."""
+        _tensor(buffer, "is_pinned")
         return self._pinned.holds(buffer) or (torch.cuda.is_available() and buffer.is_pinned())
 
     # ---- inside
 
     def _start_read(self, buffer: torch.Tensor, filename: str, offset: int) -> tuple[Transfer, AioFile]:
-        file = AioFile(filename)
+        _tensor(buffer, "reading a file")
+        offset = whole(offset, str(filename), "file_offset", minimum=0)
+        file = AioFile(_name(filename, "reading a file"))
         try:
             there = max(0, file.nbytes() - offset)
             if there < buffer.nbytes:  # found out before the tensor has changed
@@ -176,8 +178,11 @@ class aio_handle:
             raise
 
     def _start_write(self, buffer: torch.Tensor, filename: str | int, offset: int) -> tuple[Transfer, AioFile]:
-        made = not isinstance(filename, int) and not os.path.exists(filename)
-        file = AioFile(_of_descriptor(filename) if isinstance(filename, int) else filename, write=True, create=True)
+        _tensor(buffer, "writing a file")
+        offset = whole(offset, str(filename), "file_offset", minimum=0)
+        by_descriptor = isinstance(filename, int) and not isinstance(filename, bool)
+        made = not by_descriptor and not os.path.exists(_name(filename, "writing a file"))
+        file = AioFile(_of_descriptor(filename) if by_descriptor else filename, write=True, create=True)
         try:
             file.reserve(offset, buffer.nbytes, extend=True)
             return self._engine.start(True, file, buffer, offset), file
@@ -206,6 +211,18 @@ class aio_handle:
         if found != expected.tobytes():
             raise AioError(5, f"what an ordinary read finds at offset {offset} is not what was moved", filename)
         return 1
+
+
+def _tensor(value: Any, call: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"aio_handle, {call}: expected a torch.Tensor in host memory, found {type(value).__name__}")
+    return value
+
+
+def _name(value: Any, call: str) -> Any:
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"aio_handle, {call}: expected the name of a file, found {value!r} ({type(value).__name__})")
+    return value
 
 
 def _of_descriptor(descriptor: int) -> str:

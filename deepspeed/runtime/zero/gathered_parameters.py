@@ -15,7 +15,8 @@ from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.runtime.zero.param_block import ParamBlock
-from deepspeed.runtime.zero.sharded_parameter import block_of
+from deepspeed.runtime.zero.sharded_parameter import block_of, parameter_of
+from deepspeed.utils.argument_checks import flag
 from deepspeed.utils.logging import warning_once
 
 
@@ -38,12 +39,12 @@ class GatheredParameters:
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
-        self.enabled = enabled
+        self.enabled = flag(enabled, "GatheredParameters(enabled)")
         self.modifier_rank = modifier_rank
         self.params: list[nn.Parameter] = []
         self.whole: list[nn.Parameter] = []  # not sharded: one rank, or a lower stage
         self._stacks: list[contextlib.ExitStack] = []
-        if not enabled:
+        if not self.enabled:
             return
         listed = _listed(params)
         unique = {id(param): param for param in listed}
@@ -177,13 +178,14 @@ def _runs(block: ParamBlock, positions: list[int]) -> Iterator[tuple[int, int]]:
 
 def _listed(params: Any) -> list[Any]:
     if isinstance(params, torch.Tensor):
-        return [params]
+        return [parameter_of(params)]
     wrong = params
     if isinstance(params, Iterable) and not isinstance(params, str):
         listed = list(params)
         others = [item for item in listed if item is not None and not isinstance(item, torch.Tensor)]
         if not others:
-            return [item for item in listed if item is not None]
+            # What stands for a sharded parameter (`param.data`) means the parameter.
+            return [parameter_of(item) for item in listed if item is not None]
         wrong = others[0]
     raise TypeError(
         "deepspeed.zero.GatheredParameters: expected a parameter or an iterable of parameters; found "

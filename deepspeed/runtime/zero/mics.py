@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.runtime.zero.mics_utils import MiCS_CommGroups
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partition_parameters import Init, check_module
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 __all__ = ["MiCS_Init", "MiCS_Optimizer", "has_hierarchical_all_gather_groups"]
@@ -23,6 +23,7 @@ class MiCS_Init(Init):
     """
 
     def __init__(self, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
+        check_module(module)
         super().__init__(None, *args, **kwargs)
         config = getattr(self, "config", None)
         if self.enabled and (config is None or config.zero_config.mics_shard_size <= 0):

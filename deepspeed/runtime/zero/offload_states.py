@@ -18,6 +18,7 @@ import torch
 from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.host_store import HOST, HostMemory
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.utils.argument_checks import flag
 from deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -65,16 +66,17 @@ def offload_zero_states(
             the device before states are read.
 
     Raises:
-        ValueError: device nvme.
+        ValueError: device nvme, an unknown device, an unknown kind of state.
+        TypeError: ``include`` is one kind and not a list of them.
     """
-    device = OffloadDeviceEnum(device)
+    wanted = _kinds(include)
+    device = _target(device)
     if device is OffloadDeviceEnum.none:
         logger.warning('offload_states: device "none" moves nothing')
         return
     if device is not OffloadDeviceEnum.cpu:
         raise ValueError(f"offload_states: device {device.value!r}; states can be moved to 'cpu' alone")
     away = optimizer.away
-    wanted = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
     away.host = away.host or HostMemory(pin=pin_memory)
     for kind in wanted:
         if kind in away.kinds:
@@ -95,8 +97,29 @@ def offload_zero_states(
         get_accelerator().synchronize()
 
 
+def _kinds(include: Container[OffloadStateTypeEnum] | None) -> list[OffloadStateTypeEnum]:
+    """What ``include`` names, in the order of the enumeration."""
+    known = [kind.value for kind in OffloadStateTypeEnum]
+    if include is None:
+        return list(OffloadStateTypeEnum)
+    if isinstance(include, str):  # a member is a text too, whose parts would be looked for
+        raise TypeError(f"offload_states: include={str.__str__(include)!r}; expected a list of kinds: {known}")
+    unknown = [item for item in include if item not in known] if isinstance(include, Iterable) else []
+    if unknown:
+        raise ValueError(f"offload_states: include has {', '.join(map(repr, unknown))}; known kinds are {known}")
+    return [kind for kind in OffloadStateTypeEnum if kind in include]
+
+
+def _target(device: Any) -> OffloadDeviceEnum:
+    try:
+        return OffloadDeviceEnum(device)
+    except ValueError:
+        raise ValueError(f"offload_states: device {device!r}; states can be moved to 'cpu' alone") from None
+
+
 def reload_zero_states(optimizer: ZeroOptimizer, non_blocking: bool = False) -> None:
-    """Move everything back that :func:`offload_zero_states` has moved. Local."""
+    """Move everything back that :func:`offload_zero_states` has moved. Local. Raises TypeError for a list of kinds."""
+    flag(non_blocking, "reload_states(non_blocking), which moves all kinds of state back")
     away = optimizer.away
     for kind in list(away.kinds):
         if kind in away.devices:

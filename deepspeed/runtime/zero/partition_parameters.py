@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.init_patch import all_subclasses
 from deepspeed.runtime.zero.init_send import Ranks
 from deepspeed.runtime.zero.init_shard import InitGatherer, shard_module_parameters
 from deepspeed.runtime.zero.sharded_parameter import block_of
+from deepspeed.utils.argument_checks import flag
 from deepspeed.utils.logging import log_dist
 
 __all__ = [
@@ -120,7 +121,7 @@ class InsertPostInitMethodToModuleSubClasses:
         self, enabled: bool = True, mem_efficient_linear: bool = True, ds_config: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.enabled = enabled
+        self.enabled = flag(enabled, "zero.Init(enabled)")
         self.mem_efficient_linear = mem_efficient_linear
         self.dtype = dtype
         self._modes: list[init_patch.ConstructorMode] = []
@@ -230,8 +231,11 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         tensor_overrides: Sequence[DeepSpeedTensorOverride] = tuple(DEFAULT_TENSOR_OVERRIDES),
     ) -> None:
         super().__init__(enabled=enabled, mem_efficient_linear=mem_efficient_linear)
-        if not enabled:
+        if not self.enabled:
             return
+        check_module(module)
+        _check_dtype(dtype)
+        pin_memory = flag(pin_memory, "zero.Init(pin_memory)")
         source = config_dict_or_path if config_dict_or_path is not None else config
         self.config = DeepSpeedConfig.parse(source, partial=True) if source is not None else None
         if self.config is not None and int(self.config.zero_config.stage) < 3:
@@ -287,6 +291,20 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         """The process group over which ``param`` is sharded."""
         block = block_of(param)
         return block.process_group if block is not None else self._group
+
+
+def check_module(module: Any) -> None:
+    """Raise TypeError for a first argument that is no module."""
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(
+            f"zero.Init(module): expected a torch.nn.Module, found {type(module).__name__}; a config is passed as "
+            "config_dict_or_path=..."
+        )
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"zero.Init(dtype): expected a floating torch dtype such as torch.bfloat16, found {dtype!r}")
 
 
 def _home(

@@ -197,6 +197,46 @@ def test_settings_below_one_are_refused() -> None:
             aio_handle(*values)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    (
+        ({"block_size": "1M"}, r"expected block_size >= 1, a whole number, found '1M' \(str\)"),
+        ({"block_size": 4096.5}, r"found 4096.5 \(float\)"),
+        ({"queue_depth": True}, "expected queue_depth"),
+        ({"queue_depth": None}, "found None"),
+        ({"intra_op_parallelism": [2]}, "expected intra_op_parallelism"),
+        ({"single_submit": "no"}, r"single_submit\): expected True or False, found 'no'"),
+        ({"overlap_events": "false"}, "overlap_events"),
+    ),
+)
+def test_settings_of_another_type_are_refused(arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        aio_handle(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_block_size_that_disks_do_not_take_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert aio_handle(block_size=5001).get_block_size() == 5001
+    assert "block_size 5001 is not a multiple of 4096 bytes" in caplog.text
+    assert "requests of 8192 bytes" in caplog.text
+
+
+def test_what_is_no_tensor_or_file_is_named(handle: aio_handle, tmp_path: Path) -> None:
+    name, tensor = str(tmp_path / "file"), torch.zeros(4)
+    for call in (handle.sync_pwrite, handle.async_pwrite, handle.sync_pread, handle.async_pread):
+        with pytest.raises(TypeError, match=r"expected a torch\.Tensor in host memory, found list"):
+            call([1], name)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="expected the name of a file, found None"):
+            call(tensor, None)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="file: expected file_offset >= 0, a whole number, found '0'"):
+            call(tensor, name, "0")  # type: ignore[arg-type]
+    for method in (handle.is_pinned, handle.free_cpu_locked_tensor):
+        with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
+            method([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="num_elem"):
+        handle.new_cpu_locked_tensor("3", tensor)  # type: ignore[arg-type]
+    assert not os.listdir(tmp_path)
+
+
 # ---- processes and systems -----------------------------------------------------------------------------------------
 
 

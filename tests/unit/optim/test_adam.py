@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
 from tests.unit.optim.optim_cases import assert_same_bits, parameters, train
 
 OURS = {
@@ -243,6 +245,17 @@ def test_wrong_values_and_tensors_are_named() -> None:
         FusedAdam(parameters(), lr=-1)
     with pytest.raises(ValueError, match=r"betas = \(0.9, 1.0\)"):
         FusedAdam(parameters(), betas=(0.9, 1.0))
+    for name, value in (("lr", "1e-3"), ("lr", None), ("eps", "1e-8"), ("weight_decay", [0.1]), ("lr", True)):
+        for make in (DeepSpeedCPUAdam, FusedAdam, FusedLamb):
+            with pytest.raises(TypeError, match=rf"{name} = .*; expected a number"):
+                make(parameters(), **{name: value})
+        groups = [{"params": parameters()}, {"params": parameters(), name: value}]
+        with pytest.raises(TypeError, match=f"FusedAdam, group 1: {name} = "):
+            FusedAdam(groups)
+    for betas in ((0.9,), (0.9, "0.99"), 0.9, "ab", (0.9, 0.99, 0.999)):
+        with pytest.raises(TypeError, match=r"betas = .*; expected two numbers"):
+            DeepSpeedCPUAdam(parameters(), betas=betas)
+    DeepSpeedCPUAdam(parameters(), lr=numpy.float32(1e-3), betas=[numpy.float64(0.9), 0.99])
     meta = torch.nn.Parameter(torch.empty(2, device="meta"))
     meta.grad = torch.empty(2, device="meta")
     with pytest.raises(RuntimeError, match=r"shape \(2,\) is on meta.*offload_optimizer"):
