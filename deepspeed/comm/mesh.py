@@ -32,7 +32,7 @@ from deepspeed.comm.activity import format_ranks
 from deepspeed.comm.group_facts import Group, forget, group_timeout
 from deepspeed.comm.levels import Levels
 from deepspeed.comm.pending import blocking
-from deepspeed.comm.rank_grid import RankGrid, split_line
+from deepspeed.comm.rank_grid import RankGrid, refuse_uneven, split_line
 
 __all__ = ["ParallelMesh", "current_mesh", "device_mesh", "set_current_mesh"]
 
@@ -318,18 +318,17 @@ class ParallelMesh:
             if torch_dist.is_initialized() and group in torch_dist.distributed_c10d._world.pg_map:
                 torch_dist.destroy_process_group(group)
 
+    def check_divides(self, size: int, name: str) -> None:
+        """Raise ValueError where the ranks of zero cannot be cut into blocks of ``size``. Local."""
+        which = f"ZeRO shards over (dp {len(self.ranks('dp'))} x sp {len(self.ranks('sp'))})"
+        refuse_uneven(name, size, len(self.ranks("zero")), which)
+
     # Groups
 
     def _cut_zero(self, inner: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(this rank's block of `inner` neighbours in zero, the ranks at its place of all blocks)."""
         zero = self.ranks("zero")
-        count = len(zero)
-        if inner < 1 or count % inner:
-            equation = f"; {count} = {count // inner} x {inner} + {count % inner}" if inner > 0 else ""
-            raise ValueError(
-                f"{name}={inner} does not divide the {count} ranks ZeRO shards over "
-                f"(dp {len(self.ranks('dp'))} x sp {len(self.ranks('sp'))}){equation}"
-            )
+        self.check_divides(inner, name)
         return split_line(zero, zero.index(self.global_rank), inner)
 
     def _group_of(self, ranks: tuple[int, ...]) -> Group:

@@ -175,6 +175,18 @@ def split_line(ranks: Sequence[int], index: int, inner: int) -> tuple[tuple[int,
     return tuple(ranks[block : block + inner]), tuple(ranks[index % inner :: inner])
 
 
+def refuse_uneven(name: str, size: int, count: int, whose: str) -> None:
+    """Raise ValueError, with the equation and the sizes that fit, where blocks of ``size`` do not fill ``count`` ranks.
+
+    ``name``: of the size, as the user knows it; ``whose``: which ranks these are, in words.
+    """
+    if size >= 1 and count % size == 0:
+        return
+    equation = f"; {count} = {count // size} x {size} + {count % size}" if size > 0 else ""
+    fitting = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
+    raise ValueError(f"{name}={size} does not divide the {count} ranks {whose}{equation}; sizes that do: {fitting}")
+
+
 def unique(lines: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The lines without repetition, in order of first appearance."""
     return list(dict.fromkeys(lines))

@@ -24,7 +24,7 @@ from deepspeed.runtime import summary
 from deepspeed.runtime.accumulation import GradAccumulation
 from deepspeed.runtime.applied_config import apply_config, check_tested, dump_state
 from deepspeed.runtime.build_offload import offloads_parameters, start_zenflow, takes_host_optimizer
-from deepspeed.runtime.build_routes import zero_routes
+from deepspeed.runtime.build_routes import check_shard_sizes, zero_routes
 from deepspeed.runtime.build_zero import shard_module, wrap_optimizer
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
@@ -69,6 +69,7 @@ def build_engine(
         )
     mesh = build_mesh(config, mpu, mesh_param)
     parsed = DeepSpeedConfig.parse(config, strict=strict_config(), dp_world_size=mesh.size("dp"))
+    check_shard_sizes(parsed.zero_config, mesh)
     apply_config(parsed, mesh, mpu)
     take_over(model.parameters())
     device = local_device()

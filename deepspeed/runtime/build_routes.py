@@ -20,11 +20,13 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.comm.blockwise import INT4, INT8
 from deepspeed.comm.mesh import ParallelMesh
+from deepspeed.comm.rank_grid import refuse_uneven
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.routes import GatherRoute, GradRoute, ShardRanks
 from deepspeed.utils.logging import log_dist_once
 
+_MICS, _HPZ = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size"
 _GATHER = "gather"  # gathers have groups of their own, so that their order is independent of that of reductions
 
 
@@ -51,6 +53,7 @@ def zero_routes(config: DeepSpeedConfig, mesh: ParallelMesh, device: torch.devic
     Raises ValueError, with the equation, for a size that does not divide the ranks it cuts.
     """
     zero = config.zero_config
+    check_shard_sizes(zero, mesh)
     everyone = ShardRanks(mesh.group("zero"), mesh.rank("zero"), mesh.size("zero"))
     if int(zero.stage) < 3:
         return ZeroRoutes(everyone, everyone.group, GatherRoute(None), GatherRoute(None), GradRoute(everyone.group))
@@ -61,12 +64,12 @@ def zero_routes(config: DeepSpeedConfig, mesh: ParallelMesh, device: torch.devic
     def cut(purpose: str) -> tuple[Any, Any]:
         """The ranks of the shards as one group, and as the two levels of links; (the same, where there is one)."""
         if within is not None:
-            group: Any = mesh.levels(within, purpose=purpose, name="mics_shard_size").inner
+            group: Any = mesh.levels(within, purpose=purpose, name=_MICS).inner
         else:
             group = mesh.separate_group("zero", purpose)
         if near == 1:
             return group, group
-        return group, mesh.levels(near, within=within, purpose=purpose, name="zero_hpz_partition_size")
+        return group, mesh.levels(near, within=within, purpose=purpose, name=_HPZ)
 
     group, levels = cut(_GATHER)
     secondary = levels.inner if zero.zero_hpz_partition_size > 1 else None
@@ -96,16 +99,27 @@ def zero_routes(config: DeepSpeedConfig, mesh: ParallelMesh, device: torch.devic
     )
 
 
+def check_shard_sizes(zero: DeepSpeedZeroConfig, mesh: ParallelMesh) -> None:
+    """Refuse sizes that do not divide the ranks they cut. Local, so that it costs nothing before the model is touched.
+
+    Raises ValueError with the key, the equation and the sizes that fit.
+    """
+    if int(zero.stage) < 3:
+        return
+    shard, near = zero.mics_shard_size, zero.zero_hpz_partition_size
+    if shard > 0:
+        mesh.check_divides(shard, _MICS)
+    if near > 1:
+        mesh.check_divides(near, _HPZ)
+        if shard > 0:
+            refuse_uneven(_HPZ, near, shard, "of mics_shard_size")
+
+
 def near_ranks(zero: DeepSpeedZeroConfig, mesh: ParallelMesh, shards: ShardRanks, device: torch.device) -> int:
     """Neighbours that fast links join, where something asks for two levels of links; else 1."""
     size = zero.zero_hpz_partition_size
     if size > 1:
         mesh.add_hpz(size)
-        if shards.world % size:
-            raise ValueError(
-                f"zero_hpz_partition_size={size} does not divide the {shards.world} ranks of mics_shard_size; "
-                f"{shards.world} = {shards.world // size} x {size} + {shards.world % size}"
-            )
         return size
     packs = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or zero.zero_quantized_gradients
     return ranks_of_host(mesh, shards.world, device) if packs or zero.mics_hierarchical_params_gather else 1
@@ -115,7 +129,7 @@ def shard_ranks(size: int, mesh: ParallelMesh, everyone: ShardRanks) -> ShardRan
     """``mics_shard_size`` neighbours with their replicas on the other ranks; all ranks where it is off or as large."""
     if size <= 0 or size == everyone.world:
         return everyone
-    levels = mesh.levels(size, name="mics_shard_size")
+    levels = mesh.levels(size, name=_MICS)
     rank = mesh.rank("zero_inner", inner=size)
     return ShardRanks(levels.inner, rank, size, replicas=levels.outer)
 

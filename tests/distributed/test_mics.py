@@ -189,18 +189,39 @@ def refused(zero: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("zero", "text"),
     (
-        ({"mics_shard_size": 3}, "mics_shard_size=3 does not divide the 4 ranks ZeRO shards over (dp 4 x sp 1); "
-         "4 = 1 x 3 + 1"),
+        ({"mics_shard_size": 3}, "zero_optimization.mics_shard_size=3 does not divide the 4 ranks ZeRO shards over "
+         "(dp 4 x sp 1); 4 = 1 x 3 + 1; sizes that do: 1, 2, 4"),
         ({"mics_shard_size": 8}, "mics_shard_size=8 does not divide the 4 ranks ZeRO shards over (dp 4 x sp 1); "
-         "4 = 0 x 8 + 4"),
-        ({"zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide the 4 ranks"),
-        ({"mics_shard_size": 2, "zero_hpz_partition_size": 4}, "zero_hpz_partition_size=4 does not divide the 2 ranks "
-         "of mics_shard_size; 2 = 0 x 4 + 2"),
+         "4 = 0 x 8 + 4; sizes that do: 1, 2, 4"),
+        ({"zero_hpz_partition_size": 3}, "zero_optimization.zero_hpz_partition_size=3 does not divide the 4 ranks"),
+        ({"mics_shard_size": 2, "zero_hpz_partition_size": 4}, "zero_optimization.zero_hpz_partition_size=4 does not "
+         "divide the 2 ranks of mics_shard_size; 2 = 0 x 4 + 2; sizes that do: 1, 2"),
     ),
 )  # fmt: skip
 def test_sizes_that_do_not_divide_are_refused(pool: Any, zero: dict[str, Any], text: str) -> None:
     for found in pool.run(4, refused, zero):
         assert text in found
+
+
+class Untouched(torch.nn.Linear):
+    def parameters(self, recurse: bool = True) -> Any:
+        raise AssertionError("the model was touched")
+
+
+def refused_early(key: str) -> None:
+    zero = {"stage": 3, key: 3}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "optimizer": OPTIMIZERS["adamw"].block}
+    with pytest.raises(ValueError, match=rf"zero_optimization\.{key}=3 does not divide the 2 ranks ZeRO shards over"):
+        deepspeed.initialize(model=Untouched(2, 2), config=config)
+    said = rf"zero_optimization\.{key}=3 does not divide the 2 ranks that build the model; .*; sizes that do: 1, 2"
+    for context in (deepspeed.zero.Init, deepspeed.zero.MiCS_Init):
+        with pytest.raises(ValueError, match=said):
+            context(config_dict_or_path=config)
+
+
+@pytest.mark.parametrize("key", ("mics_shard_size", "zero_hpz_partition_size"))
+def test_they_are_refused_before_the_model_is_touched(pool: Any, key: str) -> None:
+    pool.run(2, refused_early, key)
 
 
 def built_in_shards() -> tuple[bool, str, bool]:

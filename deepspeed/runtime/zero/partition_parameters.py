@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.rank_grid import refuse_uneven
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.swap_tensor.host_store import HostMemory, is_apart
 from deepspeed.runtime.swap_tensor.mapped_files import MappedFiles
@@ -253,6 +254,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             dist.init_distributed()
         self._group = _sharing_group(data_parallel_group, sequence_data_parallel_group, mpu)
         self._ranks = Ranks(self._group, dist.get_rank(self._group), dist.get_world_size(self._group))
+        _check_shard_sizes(self.config, self._ranks.world)
         self._gatherer = InitGatherer(_home(remote_device, pin_memory, self.config, self.device))
         if module is not None:
             for part in module.modules():
@@ -305,6 +307,15 @@ def check_module(module: Any) -> None:
 def _check_dtype(dtype: Any) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"zero.Init(dtype): expected a floating torch dtype such as torch.bfloat16, found {dtype!r}")
+
+
+def _check_shard_sizes(config: DeepSpeedConfig | None, ranks: int) -> None:
+    """What `initialize` would refuse, before the model is built: it shards over these ranks, or over a part of them."""
+    zero = config.zero_config if config is not None else None
+    for key in ("mics_shard_size", "zero_hpz_partition_size"):
+        size = getattr(zero, key, None)
+        if isinstance(size, int) and size > 1:
+            refuse_uneven(f"zero_optimization.{key}", size, ranks, "that build the model")
 
 
 def _home(
