@@ -156,6 +156,8 @@ LAYOUT_RECORD = "ds_layout"
 LAYOUT_RECORD_VERSION = 1
 # In optimizer-states files: which fragment holds which state, per shard group.
 STATE_TABLES = "state_tables"
+# In ``optimizer.state_dict()`` alone: names of the optimizer's class and its bases; files have them in the record.
+OPTIMIZER_FAMILIES = "ds_optimizer"
 SHARD_RANK = "shard_rank"
 # In zero/optimizer_state.pt of universal folders: what each parameter has there, see ``universal/record.py``.
 UNIVERSAL_RECORD = "ds_universal"

@@ -313,7 +313,7 @@ def _own_form(base: torch.optim.Optimizer, key: str, extents: list[Extent]) -> l
 def _check_family(optimizer: ZeroOptimizer, saved: SavedTag) -> None:
     assert saved.record is not None
     own, theirs = zero_state.optimizer_families(optimizer.optimizer), saved.record["optimizer"]
-    if theirs and not set(own) & set(map(zero_state.family, theirs)):  # tags of other releases may not say
+    if theirs and not zero_state.related(own, theirs):  # tags of other releases may not say
         raise CheckpointError(
             f"{saved.folder} holds the state of optimizer {theirs[0]!r}, this engine runs {own[0]!r}: its state would "
             "be lost. Load with load_optimizer_states=False to start the optimizer afresh"

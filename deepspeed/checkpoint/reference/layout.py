@@ -75,10 +75,15 @@ def families_of(config: Any, states: Iterable[dict[str, Any]]) -> list[str]:
     section = config.get("optimizer") if isinstance(config, dict) else None
     named = str(section.get("type", "")).lower() if isinstance(section, dict) else ""
     family = _FAMILY_OF_TYPE.get(named, named)
-    candidates = _FAMILIES_BY_STATE.get(held, [])
+    candidates = families_of_states(held)
     if family and (not held or family in candidates or family not in _FAMILY_OF_TYPE.values()):
         return [family]
     return candidates or ["an optimizer with the states " + (", ".join(sorted(held)) or "(none)")]
+
+
+def families_of_states(held: Iterable[str]) -> list[str]:
+    """Which optimizers keep exactly these states; empty where none is known to."""
+    return list(_FAMILIES_BY_STATE.get(frozenset(held), ()))
 
 
 # ---- groups of the record ------------------------------------------------------------------------------------------

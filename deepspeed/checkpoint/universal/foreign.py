@@ -24,6 +24,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import index as indexing
 from deepspeed.checkpoint import names, trusted
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.reference.layout import families_of_states
 from deepspeed.checkpoint.universal.record import FLAT as FLAT_FORM
 from deepspeed.checkpoint.universal.record import WHOLE, UniversalParameter, UniversalRecord
 from deepspeed.runtime.zero import state_dict as zero_state
@@ -47,6 +48,9 @@ def foreign_record(folder: Path, model: dict[str, Any], common: dict[str, Any]) 
             entry.states = _states_in(folder, name)
             record.parameters[name] = entry
     _check_states(folder, record)
+    # An optimizer given as an object is not in the config; then its states tell.
+    states = {key for entry in record.parameters.values() for key in entry.states}
+    record.optimizer = record.optimizer or families_of_states(states - {"step"})
     for entry in record.parameters.values():
         if step is not None and entry.states:
             entry.states["step"] = zero_state.SCALAR

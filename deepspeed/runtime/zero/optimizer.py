@@ -444,7 +444,7 @@ class ZeroOptimizer(OptimizerAccess, ZeROOptimizer):
         self.hold_still()
         placement = self.placement
         stage = int(placement.state_sharded) + int(placement.reduces_every_backward) + int(placement.parameter_sharded)
-        return zero_state.shard_state(self, stage, zero_state.join_in_memory)
+        return zero_state.memory_state(self, stage)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave. Collective. Raises ValueError under another layout."""

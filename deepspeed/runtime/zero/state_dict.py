@@ -42,6 +42,8 @@ _SCALER_SETTINGS = frozenset(
         "raise_error_at_min_scale", "dtype", "dynamic",
     }
 )  # fmt: skip
+# Our bases of several algorithms, which share no state; records of older tags list them.
+_NO_ALGORITHM = frozenset({"rowoptimizer", "stateoptimizer"})
 _MEMBERS = frozenset({"params", "param_names"})
 # How the update runs, not what it computes: a resumed run keeps its own choice.
 _IMPLEMENTATION_SETTINGS = _MEMBERS | {"foreach", "fused", "capturable", "differentiable"}
@@ -94,8 +96,14 @@ def _group_record(group: ShardGroup) -> dict[str, Any]:
 
 def optimizer_families(base: torch.optim.Optimizer) -> list[str]:
     """Names of the classes of ``base``, most special first: two that share one can read each other's state."""
-    stop = (object, torch.optim.Optimizer)
-    return [family(cls.__name__) for cls in type(base).__mro__ if cls not in stop]
+    classes = [cls for cls in type(base).__mro__ if issubclass(cls, torch.optim.Optimizer)]
+    named = [family(cls.__name__) for cls in classes if cls is not torch.optim.Optimizer]
+    return [name for name in named if name not in _NO_ALGORITHM] or [family(type(base).__name__)]
+
+
+def related(own: Iterable[str], saved: Iterable[str]) -> bool:
+    """Whether an optimizer of the families ``own`` can go on from states of the families ``saved``."""
+    return bool(set(own) & (set(map(family, saved)) - _NO_ALGORITHM))
 
 
 def family(name: str) -> str:
@@ -184,6 +192,13 @@ def shard_state(optimizer: ZeroOptimizer, stage: int, join: Join) -> dict[str, A
     }
 
 
+def memory_state(optimizer: ZeroOptimizer, stage: int) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` gives: copies, and whose states they are (files have that in the record)."""
+    state = shard_state(optimizer, stage, join_in_memory)
+    state[keys.OPTIMIZER_FAMILIES] = optimizer_families(optimizer.optimizer)
+    return state
+
+
 def slice_mappings(group: ShardGroup) -> dict[str, list[tuple[int, int]]]:
     """``name -> [(start in this rank's flat tensors, elements)]`` in plain data."""
     found: dict[str, list[tuple[int, int]]] = {}
@@ -268,8 +283,14 @@ def load_shard_state(optimizer: ZeroOptimizer, state: dict[str, Any], states: bo
     """Take back what :func:`shard_state` gave, on a rank with the same fragments; without ``states`` masters alone.
 
     Raises ValueError when the fragments differ (another number of ranks, stage or bucket size: those are what
-    ``engine.load_checkpoint`` is for); nothing is changed then.
+    ``engine.load_checkpoint`` is for), or the states are another optimizer's; nothing is changed then.
     """
+    own, theirs = optimizer_families(optimizer.optimizer), state.get(keys.OPTIMIZER_FAMILIES)
+    if states and theirs and not related(own, theirs):
+        raise ValueError(
+            f"this is the state of optimizer {theirs[0]!r}, and {own[0]!r} runs here, which could not go on from it; "
+            "load_optimizer_states=False takes the masters alone"
+        )
     mappings = [slice_mappings(group) for group in optimizer.groups]
     if state[keys.PARAM_SLICE_MAPPINGS] != mappings:
         raise ValueError(

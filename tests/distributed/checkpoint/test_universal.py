@@ -137,6 +137,14 @@ def as_foreign(output: Path) -> None:
         torch.save(content, path)
 
 
+def without_optimizer(output: Path) -> None:
+    """As saved by a script that made its optimizer itself."""
+    for path in output.glob("*model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        content[constants.DS_CONFIG] = {k: v for k, v in content[constants.DS_CONFIG].items() if k != "optimizer"}
+        torch.save(content, path)
+
+
 class Plain(runs.Everything):
     """Nothing frozen, and no parameter without gradient: files of other releases hold zeros for those."""
 
@@ -173,6 +181,13 @@ def test_folders_without_a_record(pool: WorkerPool, tmp_path: Path, form: str) -
     as_foreign(output)
     for found in pool.run(2, foreign_load, str(tmp_path), universal_config(3, "bf16")):
         same_full(saved, found, ("weights", "masters", "states", "groups", "schedule"))
+    # Also where the config does not say whose states these are: they are not Lion's, which has one of the two.
+    lion = {**universal_config(0, "bf16"), "optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
+    for named in (True, False):
+        if not named:
+            without_optimizer(output)
+        (text,) = pool.run(1, foreign_refused, str(tmp_path), lion)
+        assert "holds the state of optimizer 'adam', this engine runs 'lion'" in text
     (output / "zero" / "back.bias" / "exp_avg_sq.pt").unlink()
     (text,) = pool.run(1, foreign_refused, str(tmp_path), universal_config(0, "bf16"))
     assert "exp_avg_sq.pt is missing" in text
