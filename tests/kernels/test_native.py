@@ -48,6 +48,28 @@ def test_every_instruction_set_this_cpu_has(variant: str, monkeypatch: pytest.Mo
     assert torch.equal(halves, (back * 1.37).half())
 
 
+@needs_compiler
+@pytest.mark.parametrize("amsgrad", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_every_size_around_a_vector(dtype: torch.dtype, amsgrad: bool) -> None:
+    """What does not fill a vector of torch's is rounded in another order, however wide our own vectors are."""
+    random = torch.Generator().manual_seed(1)
+    start = [torch.randn(n, generator=random).to(dtype) for n in (*range(1, 72), 4104, 32_792)]
+    ours, theirs = ([torch.nn.Parameter(values.clone()) for values in start] for _ in range(2))
+    optimizer = DeepSpeedCPUAdam(ours, lr=0.01, weight_decay=0.1, amsgrad=amsgrad, fp32_optimizer_states=False)
+    reference = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, amsgrad=amsgrad, fused=True)
+    for _ in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = (30 * torch.randn(mine.numel(), generator=random)).to(dtype)
+            other.grad = mine.grad.clone()
+        optimizer.step()
+        reference.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other), mine.numel()
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[mine][key], reference.state[other][key]), (key, mine.numel())
+
+
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     try:

@@ -21,6 +21,7 @@ using numbers::width;
 using rules::GENERAL;
 using vectors::Bits;
 using vectors::LANES;
+using vectors::TORCH_LANES;
 using vectors::Vec;
 
 constexpr int64_t BLOCK = 1024;  // elements; the fp32 scratch of a block is 4 KiB per tensor and stays in the first cache
@@ -190,20 +191,42 @@ inline bool has_loop(int mixture) {
          mixture == runs::mixture(F32, F32, F32, BF16);
 }
 
+// fp32 throughout, less than a vector, in a vector of which the rest is thrown away.
+template <class Step>
+void part_of_a_vector(const Step& step, const Run& run) {
+  alignas(64) float elements[OUT][LANES] = {};
+  const size_t nbytes = run.count * sizeof(float);
+  Run padded = run;
+  padded.count = LANES;
+  for (int place = 0; place < OUT; ++place)
+    if (run.at[place] != nullptr) {
+      std::memcpy(elements[place], run.at[place], nbytes);
+      padded.at[place] = (char*)elements[place];
+    }
+  loop_f32<Vec>(step, padded);
+  for (int place = 0; place < OUT; ++place)
+    if (place != GRAD && run.at[place] != nullptr) std::memcpy(run.at[place], elements[place], nbytes);
+}
+
 // fp32 throughout; any count. lanes: elements that torch's kernel takes at a time.
 template <class Rule>
 void apply_f32(const Rule& rule, const Run& run, int64_t lanes) {
   Run turns = run, vectors = run;
   turns.count = rule.form == GENERAL ? 0 : run.count - run.count % TURN;
-  vectors.count = run.count - run.count % lanes;
+  const int64_t as_vectors = run.count - run.count % lanes;
+  vectors.count = as_vectors - as_vectors % LANES;
   if (turns.count) rule.with_form(InOneForm<Rule>{rule, turns, ALL_F32});
-  if (turns.count < vectors.count) {
+  if (turns.count < as_vectors) {
     using Step = typename Rule::template Step<Vec, GENERAL>;
-    loop_f32<Vec>(Step(rule), vectors.from(turns.count));
+    const Step step(rule);
+    Run rest = run.from(vectors.count);
+    rest.count = as_vectors - vectors.count;
+    if (turns.count < vectors.count) loop_f32<Vec>(step, vectors.from(turns.count));
+    if (rest.count) part_of_a_vector(step, rest);
   }
-  if (vectors.count < run.count) {
+  if (as_vectors < run.count) {
     using Step = typename Rule::template Step<float, GENERAL>;
-    loop_f32<float>(Step(rule), run.from(vectors.count));
+    loop_f32<float>(Step(rule), run.from(as_vectors));
   }
 }
 
@@ -233,13 +256,13 @@ __attribute__((noinline)) void apply_staged(const Rule& rule, const Run& run, in
   }
 }
 
-// Updates the run, which begins at a multiple of 2 * LANES elements of its tensor.
+// Updates the run, which begins at a multiple of TURN elements of its tensor.
 template <class Rule>
 void apply(const Rule& rule, const Run& run) {
   const int mixture = mixture_of(run, rule.states), kinds = mixture & 0xfff;
   // Where everything is in the same 16 bits, torch's kernel takes two vectors of fp32 at a time.
   const bool low = mixture >= 0 && (kinds == (ALL_BF16 & 0xfff) || kinds == runs::mixture(F16, F16, F16, 0));
-  const int64_t lanes = low ? 2 * LANES : LANES;
+  const int64_t lanes = low ? 2 * TORCH_LANES : TORCH_LANES;
   if (mixture == ALL_F32) return apply_f32(rule, run, lanes);
   if (rule.form == GENERAL || !has_loop(mixture)) return apply_staged(rule, run, lanes);
   Run turns = run;

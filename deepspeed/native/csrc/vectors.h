@@ -2,8 +2,8 @@
 //
 // Owns: `Vec` and the few operations that the compiler's vector types lack. The other operators (+ - * / < ?:) are the
 // compiler's own (GCC and Clang vector extensions).
-// LANES is the width of the kernels of torch that a variant is compared with: the elements beyond the last whole vector
-// are rounded in another order there.
+// LANES is the width of a register, TORCH_LANES the elements that torch's fused optimizers take at a time on this kind of
+// machine (their kernels are not compiled for 512 bits): those beyond the last whole vector are rounded in another order.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,7 @@ constexpr int64_t LANES = 4;
 #else
 constexpr int64_t LANES = 8;
 #endif
+constexpr int64_t TORCH_LANES = LANES < 8 ? LANES : 8;
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
