@@ -100,6 +100,77 @@ def a_skipped_module() -> str:
     return caught(window)
 
 
+def a_norm_on_one_rank() -> str:
+    rank = short_limit()
+    engine = start(model(), 3)
+    for step in range(2):
+        engine.backward(mean_square(engine, batch(step)))
+        engine.step()
+
+    def look() -> None:
+        if rank == 0:
+            engine.module[2].weight.norm()
+        dist.barrier()
+
+    return caught(look)
+
+
+def gathered_by_hand_on_one_rank() -> str:
+    rank = short_limit()
+    engine = start(model(), 3)
+
+    def look() -> None:
+        if rank == 0:
+            with deepspeed.zero.GatheredParameters([engine.module[2].weight]):
+                pass
+        dist.barrier()
+
+    return caught(look)
+
+
+@pytest.mark.parametrize(
+    ("body", "use", "remedy"),
+    (
+        (a_norm_on_one_rank, "norm reads parameter '2.weight'", "GatheredParameters([parameter])"),
+        (gathered_by_hand_on_one_rank, "GatheredParameters is entered with", "every rank must enter and leave"),
+    ),
+)
+def test_what_one_rank_gathers_alone_outside_of_training_is_named(
+    pool: Any, body: Callable[[], str], use: str, remedy: str
+) -> None:
+    alone, other = (outcome.value for outcome in pool.outcomes(2, body, timeout=60.0))
+    first, *rest = alone.splitlines()
+    assert first.startswith("rank 0: all_gather")
+    assert f"because {use}" in first
+    assert "in barrier (call" in rest[1]  # where the others are
+    assert f"Here this rank gathers outside forward and backward: {use}" in rest[-1]
+    assert "test_stage3_divergence.py:" in rest[-1]
+    assert "(look)" in rest[-1]
+    assert remedy in rest[-1]
+    assert "set_z3_leaf_modules" not in alone
+    assert f"because {use}" in other  # those that wait elsewhere read what the first rank waits for
+
+
+def a_norm_that_meets_a_forward() -> str:
+    rank = short_limit()
+    engine = start(model(), 3)
+
+    def window() -> None:
+        if rank == 0:
+            engine.module[0].weight.norm()  # the others' forward gathers the same block
+        engine.backward(mean_square(engine, batch(0)))
+        engine.step()
+
+    return caught(window)
+
+
+def test_it_is_named_too_where_it_only_puts_the_ranks_out_of_step(pool: Any) -> None:
+    outcomes = pool.outcomes(2, a_norm_that_meets_a_forward, timeout=60.0)
+    texts = [f"{outcome.value} {outcome.error}" for outcome in outcomes]
+    said = "Before, this rank has gathered outside forward and backward: norm reads"
+    assert any(said in text for text in texts), texts
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     (

@@ -29,6 +29,7 @@ from deepspeed.comm.holders import held_elsewhere, until_let_go
 from deepspeed.runtime.zero.apart import in_transform
 from deepspeed.runtime.zero.fetch_trace import NEVER, FetchTrace
 from deepspeed.runtime.zero.layout import Segment
+from deepspeed.runtime.zero.outside_use import OutsideUse
 from deepspeed.runtime.zero.param_block import ParamBlock
 from deepspeed.runtime.zero.saved_tensors import give_values_a_status, keep_sharded
 from deepspeed.runtime.zero.sharded_parameter import copy_refusal
@@ -70,6 +71,7 @@ class ParamGatherer:
         self._in_flight: list[ParamBlock] = []  # prefetched, as far as not waited for yet
         self._refreshing: list[Any] = []
         self._held_in_backward: list[ParamBlock] = []
+        self.outside: OutsideUse | None = None  # the last use since the last step that nothing makes the others do
         self._strays: list[ParamBlock] = []  # released while somebody held a view of their buffer
         # Called in a backward when a block has been used up, with the buffers of those released for the next one.
         self.on_room: Callable[[list[torch.Tensor]], None] | None = None
@@ -162,6 +164,17 @@ class ParamGatherer:
     @staticmethod
     def _in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
+
+    @contextlib.contextmanager
+    def fetching_for(self, use: str, *, by_hand: bool = False) -> Iterator[None]:
+        """Around a fetch for ``use``; outside of training that is kept for the error where it hangs."""
+        noted = OutsideUse.here(use, by_hand=by_hand) if by_hand or not self.in_training() else None
+        self.outside = noted or self.outside
+        try:
+            yield
+        finally:
+            if noted is not None:
+                noted.current = False
 
     def before_write(self) -> bool:
         """A released parameter is about to be written. True: values may differ between ranks, so gather it first."""
@@ -350,6 +363,7 @@ class ParamGatherer:
     def end_window(self) -> None:
         """An optimizer step is done: graphs of before are no longer valid, the next window begins."""
         self.trace.end_window()
+        self.outside = None
         for block in self._live.values():
             block.held = False
         self._current = None

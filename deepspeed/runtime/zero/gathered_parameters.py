@@ -78,7 +78,9 @@ class GatheredParameters:
                     block.absorb()
                 block.pins += 1
             for group in by_owner.values():
-                group[0].owner.fetch_all(group)
+                use = f"GatheredParameters is entered with parameter {group[0].places[0].name!r}"
+                with group[0].owner.fetching_for(use, by_hand=True):
+                    group[0].owner.fetch_all(group)
                 stack.enter_context(group[0].owner.tracking())
             before = {id(param): (param._version, param.data_ptr()) for param in self.params}
             completed = False

@@ -11,6 +11,7 @@ same constructors, and what constructors write to parameters of inner modules ag
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -98,6 +99,10 @@ class InitGatherer(ParamGatherer):
     def may_gather(self) -> bool:
         """Also while models are built: every rank runs the same constructors."""
         return innermost() is not None or super().may_gather()
+
+    def fetching_for(self, use: str, *, by_hand: bool = False) -> contextlib.AbstractContextManager[None]:
+        """While models are built, every rank runs the same constructors."""
+        return super().fetching_for(use, by_hand=by_hand) if innermost() is None else contextlib.nullcontext()
 
     def before_write(self) -> bool:
         """Constructors draw their values: gather first, so that rank 0's draw can be spread afterwards."""

@@ -479,6 +479,9 @@ class ParamBlock:
 
     def explain(self) -> str:
         """:meth:`describe` with the remedies, for the error of a gather that not every rank has joined."""
+        outside = self.owner.outside if self.owner is not None else None
+        if outside is not None:
+            return f"{self.describe()}{outside.clause()}\n{outside.advice()}"
         return (
             f"{self.describe()}\nZeRO stage 3 gathers on every rank or on none. Where ranks run different parts of a "
             "block (experts), mark it before initialize: deepspeed.utils.set_z3_leaf_modules(model, [ItsClass]). Where "

@@ -157,6 +157,7 @@ _guards: list[type] = []
 def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather what ``func`` needs, where that is allowed, and run it on real parameters."""
     blocks: dict[int, ParamBlock] = {}
+    names: dict[int, str] = {}
     for held in _sharded_in((*args, *kwargs.values())):
         param = parameter_of(held)
         block = block_of(param)
@@ -168,10 +169,16 @@ def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if not block.pins and not block.owner.may_gather():
             raise _refusal(block.name_of(param), _name(func))
         blocks[id(block)] = block
+        if block.full is None:
+            names[id(block)] = block.name_of(param)
     with contextlib.ExitStack() as pins:
         for block in blocks.values():  # one after the other must not send its predecessor away
             pins.enter_context(block.pinned())
-            block.owner.fetch(block)
+            if block.full is None:
+                with block.owner.fetching_for(f"{_name(func)} reads parameter {names[id(block)]!r}"):
+                    block.owner.fetch(block)
+            else:
+                block.owner.fetch(block)
         args = tuple(_real(arg) for arg in args)
         return func(*args, **{key: _real(value) for key, value in kwargs.items()})
 
