@@ -84,9 +84,9 @@ class CheckpointManager:
         ValueError for an empty folder or a tag that is refused, KeyError for a reserved key in ``client_state``,
         CheckpointError (the same on all ranks) when writing failed anywhere; then what was there is untouched.
         """
+        folder = names.check_folder("save_checkpoint", "save_dir", save_dir)
         if not os.fspath(save_dir):
             raise ValueError("save_checkpoint: save_dir is empty")
-        folder = Path(save_dir)
         text = names.check_tag(names.DEFAULT_TAG.format(self.engine.global_steps) if tag is None else tag)
         extra = self._own_client_state(client_state or {})
         if self.background is not None:
@@ -229,7 +229,7 @@ class CheckpointManager:
         """
         if self.background is not None:
             self.background.settle()  # what is being written may be what is asked for
-        folder = Path(load_dir)
+        folder = names.check_folder("load_checkpoint", "load_dir", load_dir)
         wanted = None if tag is None else names.check_tag(tag, loading=True)
         doing = f"loading checkpoint {wanted or '(latest)'} from {folder}"
         plan, tags = agree.together(
@@ -353,7 +353,7 @@ class CheckpointManager:
 
         At stage 3 that means gathering the weights, which the config must allow: else nothing is written, and False.
         """
-        path = Path(save_dir) / _plain_file_name(save_filename)
+        path = names.check_folder("save_16bit_model", "save_dir", save_dir) / _plain_file_name(save_filename)
         if self.engine.zero_optimization_stage() >= 3 and not self.engine.zero_gather_16bit_weights_on_model_save():
             self._say(
                 f"{path} was NOT written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it "

@@ -22,6 +22,7 @@ import os
 import re
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from deepspeed.checkpoint.constants import (
     BF16_ZERO_FILE_PREFIX,
@@ -117,6 +118,13 @@ def shard_rank_of(name: str) -> int | None:
 def is_checkpoint_file(name: str) -> bool:
     """True for files a save writes into a tag folder (and therefore replaces); False for what users put there."""
     return _OURS.match(name) is not None
+
+
+def check_folder(call: str, argument: str, folder: object) -> Path:
+    """``folder`` as a path. Raises TypeError for what is none, naming the call and its argument."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"{call}: {argument} is {folder!r} ({type(folder).__name__}); expected a path, str or Path")
+    return Path(folder)
 
 
 def check_tag(tag: object, *, loading: bool = False) -> str:

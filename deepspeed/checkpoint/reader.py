@@ -50,8 +50,13 @@ def tags_in(load_dir: Path) -> list[str]:
     return sorted(
         entry.name
         for entry in load_dir.iterdir()
-        if entry.is_dir() and not entry.name.startswith(".") and any(entry.glob(f"*{keys.MODEL_FILE_SUFFIX}"))
+        if entry.is_dir() and not entry.name.startswith(".") and is_tag(entry)
     )
+
+
+def is_tag(folder: Path) -> bool:
+    """Whether ``folder`` looks like a tag: model states lie in it."""
+    return any(folder.glob(f"*{keys.MODEL_FILE_SUFFIX}"))
 
 
 def describe(load_dir: Path, limit: int = 20) -> str:
@@ -64,7 +69,9 @@ def describe(load_dir: Path, limit: int = 20) -> str:
     if not entries:
         return f"{load_dir} is empty"
     more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
-    return f"{load_dir} holds {', '.join(entries[:limit])}{more}"
+    whole = load_dir.resolve()
+    itself = f"; it is a tag itself: give {whole.parent} and the tag {whole.name!r}" if is_tag(load_dir) else ""
+    return f"{load_dir} holds {', '.join(entries[:limit])}{more}{itself}"
 
 
 def _manifest_of(folder: Path) -> Manifest | None:

@@ -18,7 +18,7 @@ from deepspeed.runtime.config_report import Report
 from deepspeed.runtime.config_schema import BATCH_KEYS, ConfigSections
 from deepspeed.runtime.config_source import LoadedConfig
 from deepspeed.runtime.config_walk import NEEDS_A_WRAPPER, clean, validate
-from deepspeed.runtime.feature_status import missing_features
+from deepspeed.runtime.feature_status import missing_features, switched_on
 
 STRICT_VARIABLE = "DS_CONFIG_STRICT"
 
@@ -27,7 +27,12 @@ def read_config(loaded: LoadedConfig, *, strict: bool, partial: bool) -> tuple[C
     """Sections with wrong values left at their defaults, and everything there is to say."""
     report = Report()
     data = _without_bool_zero(loaded.data, report)
-    sections = validate(ConfigSections, clean(ConfigSections, data, "", report), report)
+    cleaned = clean(ConfigSections, data, "", report)
+    refused = switched_on(cleaned)
+    sections = validate(ConfigSections, cleaned, report)
+    for problem in refused:
+        report.problems.append(replace(problem, path=report.written(problem.path)))
+        report.taint(problem.path)
     if report.unfilled:
         if partial:
             report.auto_keys += report.unfilled

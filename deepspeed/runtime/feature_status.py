@@ -7,7 +7,7 @@ feature that is not there is refused by name, never accepted in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ class MissingFeature:
     """What is missing, in one line."""
     change: str
     """What to set instead."""
+    section: str | None = None
+    """The section that is all about the feature, where there is one."""
 
 
 def _on(*path: str) -> Callable[[ConfigSections], bool]:
@@ -63,7 +65,8 @@ def _row(path: str, asked: Callable[[ConfigSections], bool], what: str, change: 
 
 
 def _switch(path: str, what: str, key: str = "enabled") -> MissingFeature:
-    return _row(f"{path}.{key}", _on(*path.split(".")), what, f"set {path}.{key} to false or remove {path}")
+    change = f"set {path}.{key} to false or remove {path}"
+    return MissingFeature(f"{path}.{key}", _on(*path.split(".")), what, change, section=path)
 
 
 MISSING_FEATURES: tuple[MissingFeature, ...] = (
@@ -116,11 +119,12 @@ MISSING_FEATURES: tuple[MissingFeature, ...] = (
         "remove it",
     ),
     _row("sparse_attention", lambda s: s.sparse_attention is not None, "block-sparse attention", "remove it"),
-    _row(
+    MissingFeature(
         "compression_training",
         lambda s: s.compression_training is not None and s.compression_training.any_enabled,
         "compression",
         "remove it",
+        section="compression_training",
     ),
     _row(
         "weight_quantization",
@@ -140,6 +144,37 @@ MISSING_FEATURES: tuple[MissingFeature, ...] = (
 )
 
 
+def switched_on(data: Mapping[str, Any]) -> list[Problem]:
+    """A problem for every section in `data` that switches on what is not there, whatever else is wrong in it.
+
+    Asked before values are checked: a section with a key missing is left out of the checked ones, and whoever added
+    the key would only then be told that the feature is not there.
+    """
+    found = []
+    for row in MISSING_FEATURES:
+        section: Any = data if row.section else None
+        for name in (row.section or "").split("."):
+            section = section.get(name) if isinstance(section, Mapping) else None
+        if row.path == row.section and _compresses(section):
+            found.append(_refusal(row, "a section"))
+        elif row.path != row.section and _is_on(section):
+            found.append(_refusal(row, show(True)))
+    return found
+
+
+def _is_on(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _compresses(section: Any) -> bool:
+    """Whether the written `compression_training` switches on one of its methods."""
+    methods = section.values() if isinstance(section, Mapping) else ()
+    return any(
+        _is_on(method) or (isinstance(method, Mapping) and _is_on(method.get("shared_parameters")))
+        for method in methods
+    )
+
+
 def missing_features(sections: ConfigSections) -> list[Problem]:
     """A problem for every setting that asks for something this version cannot do yet."""
     problems = []
@@ -148,13 +183,9 @@ def missing_features(sections: ConfigSections) -> list[Problem]:
             value: Any = sections
             for name in row.path.split("."):
                 value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
-            found = show(value) if not hasattr(value, "model_fields_set") else "a section"
-            problems.append(
-                Problem(
-                    row.path,
-                    f"found {found}; not available in this version: {row.what}",
-                    row.change,
-                    keys=(row.path,),
-                )
-            )
+            problems.append(_refusal(row, show(value) if not hasattr(value, "model_fields_set") else "a section"))
     return problems
+
+
+def _refusal(row: MissingFeature, found: str) -> Problem:
+    return Problem(row.path, f"found {found}; not available in this version: {row.what}", row.change, keys=(row.path,))

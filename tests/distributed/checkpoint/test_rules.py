@@ -81,9 +81,33 @@ def nothing_there_body(folder: str) -> None:
             engine.load_checkpoint(folder, tag=tag)
     with pytest.raises(ValueError, match="save_dir is empty"):
         engine.save_checkpoint("")
+    for call, argument in (
+        ("save_checkpoint", "save_dir"),
+        ("load_checkpoint", "load_dir"),
+        ("save_16bit_model", "save_dir"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{call}: {argument} is None \(NoneType\); expected a path"):
+            getattr(engine, call)(None)
     after = runs.snapshot(engine)
     runs.same(before, after)
     engine.destroy()
+
+
+def given_the_tag_body(folder: str) -> None:
+    """The folder of a tag in the place of the folder it lies in: told what to give."""
+    engine = runs.start(runs.config(1))
+    engine.save_checkpoint(folder, tag="good")
+    dist.barrier()
+    hint = f"it is a tag itself: give {folder} and the tag 'good'"
+    with lines() as said:
+        assert engine.load_checkpoint(f"{folder}/good") == (None, None)
+    assert [hint in line for line in said] == [True] * (dist.get_rank() == 0)
+    raises(lambda: engine.load_checkpoint(f"{folder}/good", tag="good"), hint)
+    engine.destroy()
+
+
+def test_given_the_tag(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, given_the_tag_body, str(tmp_path))
 
 
 def test_what_is_not_there(pool: WorkerPool, tmp_path: Path) -> None:

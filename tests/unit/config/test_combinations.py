@@ -419,6 +419,29 @@ def test_missing_features_are_refused_by_name(row) -> None:
     assert line.endswith(row.change)
 
 
+@pytest.mark.parametrize(
+    ("config", "path"),
+    (
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
+        ({"elasticity": {"enabled": True, "micro_batch_sizes": [2]}}, "elasticity.enabled"),
+        ({"tensorboard": {"enabled": True, "output_path": 3}}, "tensorboard.enabled"),
+        (
+            {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
+            "compression_training",
+        ),
+    ),
+)
+def test_missing_features_are_refused_whatever_else_is_wrong(config: dict, path: str) -> None:
+    """Else whoever adds the missing key is told only then that the feature is not there."""
+    (line,) = [line for line in problems(config) if line.startswith(f"{path}: ")]
+    assert "not available in this version" in line
+
+
+def test_sections_that_are_off_are_no_missing_features() -> None:
+    config = {"curriculum_learning": {"enabled": False, "min_difficulty": "x"}, "compression_training": {}}
+    assert [line.split(":")[0] for line in problems(config)] == ["curriculum_learning.min_difficulty"]
+
+
 @pytest.mark.parametrize("row", MISSING_FEATURES, ids=lambda row: row.path)
 def test_rows_of_the_table_are_known_keys(row) -> None:
     parameter = row.path.removeprefix("optimizer.params.")
