@@ -186,6 +186,7 @@ def _versions() -> dict[str, str | None]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
     }
+    versions["C++ compiler"] = _compiler()
     try:
         import torch
     except Exception as problem:  # a broken install may raise anything, and this report is where one looks then
@@ -203,6 +204,21 @@ def _versions() -> dict[str, str | None]:
     for package in ("numpy", "pydantic", "hjson", "packaging", "psutil", "tqdm", "rich", *_OPTIONAL_PACKAGES):
         versions[package] = _version_of(package)
     return versions
+
+
+def _compiler() -> str:
+    """Path and version of the compiler of native libraries, or why there is none."""
+    from deepspeed.native import build
+
+    path = build.find_compiler()
+    if path is None:
+        return build._no_compiler()
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return f"{path}, which does not tell its version: {problem}"
+    lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    return f"{path}: {lines[0] if lines else 'gives no version'}"
 
 
 def _accelerators(

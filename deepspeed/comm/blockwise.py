@@ -27,6 +27,7 @@ from types import ModuleType
 import torch
 
 from deepspeed.comm import blockwise_native, blockwise_torch
+from deepspeed.utils.logging import warning_once
 
 __all__ = ["INT4", "INT8", "Packing", "dequantize", "quantize", "sum_packed", "triton_problem"]
 
@@ -115,7 +116,9 @@ def quantize(
 @torch.no_grad()
 def dequantize(output: torch.Tensor, packed: torch.Tensor, packing: Packing = INT8) -> None:
     """Unpack pieces into `output` (pieces, k) of fp32, bf16 or fp16; `packed` as in `quantize`."""
-    sum_packed(output, _rows(packed).unsqueeze(0), packing)
+    output, packed = _rows(output), _rows(packed)
+    _check("dequantize", packed, output, packing)
+    _sum_checked(output, packed.unsqueeze(0), packing)
 
 
 @torch.no_grad()
@@ -144,9 +147,20 @@ def sum_packed(
         _check("sum_packed", part, output, packing)
     if own is not None:
         _check_beside("sum_packed", "own", own, output)
+    _sum_checked(output, parts, packing, own, own_place, 1.0 if scale is None else scale, accumulate)
+
+
+def _sum_checked(
+    output: torch.Tensor,
+    parts: torch.Tensor,
+    packing: Packing,
+    own: torch.Tensor | None = None,
+    own_place: int = -1,
+    factor: float = 1.0,
+    accumulate: bool = False,
+) -> None:
     if output.numel() == 0:
         return
-    factor = 1.0 if scale is None else scale
     _kernels(packing, output, own).sum_packed(output, parts, packing, own, own_place, factor, accumulate)
 
 
@@ -189,8 +203,12 @@ def _kernels(packing: Packing, floats: torch.Tensor, others: torch.Tensor | None
     found = None
     if floats.device.type == "cuda":
         found = _triton_kernels() if floats.shape[1] < 1 << 31 else None
-    elif blockwise_native.takes(packing, floats, others) and not blockwise_native.problem():
-        found = blockwise_native
+    elif blockwise_native.takes(packing, floats, others):
+        problem = blockwise_native.problem()
+        if problem and not blockwise_native.is_switched_off():  # who has done so knows
+            warning_once(f"packing for the wire (ZeRO++) uses torch's operations, which take longer: {problem}")
+        if not problem:
+            found = blockwise_native
     return found or blockwise_torch
 
 

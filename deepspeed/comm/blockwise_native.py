@@ -19,7 +19,7 @@ from deepspeed.native.build import NativeUnavailable, load, switched_off
 if TYPE_CHECKING:
     from deepspeed.comm.blockwise import Packing
 
-__all__ = ["LIBRARY", "OP", "problem", "quantize", "sum_packed", "takes"]
+__all__ = ["LIBRARY", "OP", "is_switched_off", "problem", "quantize", "sum_packed", "takes"]
 
 LIBRARY = "blockwise"
 OP = "blockwise_quantizer"
@@ -68,6 +68,11 @@ def problem() -> str:
     except NativeUnavailable as reason:
         return str(reason)
     return ""
+
+
+def is_switched_off() -> bool:
+    """Whether the environment forbids the library, as the op or as the library."""
+    return bool(switched_off(OP) or switched_off(LIBRARY))
 
 
 def takes(packing: Packing, *tensors: torch.Tensor | None) -> bool:

@@ -129,7 +129,7 @@ def build(name: str) -> Built:
         raise NativeUnavailable(f"native library {name!r}: {reason}")
     isa = choose()
     sources = _sources(name)
-    flags = [*_flags(name, isa), *shlex.split(os.environ.get("DS_NATIVE_FLAGS", ""))]
+    flags = [*_flags(name, isa), *_given_flags()]
     packaged = PACKAGED / f"{name}-{isa.name}-{_digest(sources, flags, '')}.so"
     if packaged.is_file():
         return Built(packaged, isa, 0.0)
@@ -205,6 +205,11 @@ def cache_folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
+        if folder.exists() and not folder.is_dir():
+            named = f"DS_NATIVE_CACHE={asked}" if asked else str(folder)
+            raise NativeUnavailable(
+                f"no folder for built libraries: {named} is a file; set DS_NATIVE_CACHE to a folder"
+            ) from problem
         raise NativeUnavailable(
             f"no folder for built libraries: {folder}: {problem.strerror}; set DS_NATIVE_CACHE to a writable folder"
         ) from problem
@@ -302,13 +307,30 @@ def _run_all(name: str, commands: list[list[str]]) -> None:
                 raise NativeUnavailable(f"native library {name!r}: {shlex.join(command)}: {problem}") from problem
             if process.returncode:
                 raise NativeUnavailable(
-                    f"native library {name!r}: the compiler failed: {shlex.join(command)}\n{text.strip()[-2000:]}"
+                    f"native library {name!r}: the compiler failed: {_first_error(text, process.returncode)}\n"
+                    f"{shlex.join(command)}\n{text.strip()[-2000:]}"
                 )
     finally:
         for process in running:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
+
+
+def _first_error(text: str, code: int) -> str:
+    """The line that says why, for who shows one line; and whose flags these were, if they are not only ours."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    why = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else f"exit code {code}")
+    given = os.environ.get("DS_NATIVE_FLAGS")
+    return f"{why} (with DS_NATIVE_FLAGS={given!r})" if given else why
+
+
+def _given_flags() -> list[str]:
+    given = os.environ.get("DS_NATIVE_FLAGS", "")
+    try:
+        return shlex.split(given)
+    except ValueError as problem:
+        raise NativeUnavailable(f"DS_NATIVE_FLAGS={given!r} cannot be split into arguments: {problem}") from None
 
 
 @contextlib.contextmanager

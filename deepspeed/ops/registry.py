@@ -189,6 +189,16 @@ OPS: dict[str, Op] = dict(
             Implementation("Triton kernels", "deepspeed.comm.blockwise_triton", problem=blockwise.triton_problem),
             Implementation("torch operations", "deepspeed.comm.blockwise_torch"),
         ),
+        _op(
+            "draws", "random initial values under zero.Init", "torch",
+            Implementation("native kernel", "deepspeed.runtime.zero.init_draws:drawn", library="draws"),
+            Implementation("torch's own", "torch"),
+        ),
+        _op(
+            "crc32", "checksums of checkpoint files", "zlib:crc32",
+            Implementation("native kernel", "deepspeed.utils.crc32:crc32", library="crc32"),
+            Implementation("zlib", "zlib:crc32"),
+        ),
     )
 )  # fmt: skip
 """Name -> op."""

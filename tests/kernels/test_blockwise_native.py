@@ -216,3 +216,19 @@ def test_without_the_library_plain_torch_serves_and_the_reason_is_known(
     assert f"{variable}={value} is set" in ways[0][1]
     assert ways[2][1] == ""
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_library_that_cannot_be_built_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "no C++ compiler found, this time"
+    monkeypatch.setattr(blockwise_native, "problem", lambda: said)
+    for _ in range(2):
+        packed = torch.zeros(INT8.nbytes(7), dtype=torch.uint8)
+        blockwise.quantize(packed, torch.ones(7), INT8)
+    lines = [record for record in caplog.records if said in record.getMessage()]
+    assert [record.levelname for record in lines] == ["WARNING"]
+    monkeypatch.setattr(blockwise_native, "problem", lambda: "switched off by the user")
+    monkeypatch.setenv("DS_SKIP_BLOCKWISE", "1")
+    blockwise.quantize(packed, torch.ones(7), INT8)
+    assert "switched off by the user" not in caplog.text

@@ -98,6 +98,27 @@ def test_without_a_compiler_the_text_says_what_to_do(tiny: Path, monkeypatch: py
         build.load("tiny")
 
 
+@needs_compiler
+def test_flags_the_compiler_refuses_are_told_in_the_first_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_NATIVE_FLAGS", "-Werror -fno-such-flag")
+    with pytest.raises(NativeUnavailable) as caught:
+        build.build("tiny")
+    first = str(caught.value).splitlines()[0]
+    assert "native library 'tiny': the compiler failed:" in first
+    assert "-fno-such-flag" in first.partition("(with")[0]
+    assert "(with DS_NATIVE_FLAGS='-Werror -fno-such-flag')" in first
+    monkeypatch.setenv("DS_NATIVE_FLAGS", "-DNAME='open")
+    with pytest.raises(NativeUnavailable, match=r"DS_NATIVE_FLAGS=.* cannot be split .*: No closing quotation"):
+        build.build("tiny")
+
+
+def test_a_cache_that_is_a_file_is_called_one(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tiny.parent / "file").write_text("")
+    monkeypatch.setenv("DS_NATIVE_CACHE", str(tiny.parent / "file"))
+    with pytest.raises(NativeUnavailable, match=r"DS_NATIVE_CACHE=\S+/file is a file; set DS_NATIVE_CACHE to a folder"):
+        build.build("tiny")
+
+
 def test_a_broken_compiler_is_quoted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tiny.parent / "cxx"
     broken.write_text("#!/bin/sh\necho 'internal compiler error' >&2\nexit 1\n")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.native import build, isa
-from deepspeed.native.build import find_compiler
+from deepspeed.native.build import NativeUnavailable, find_compiler
 from deepspeed.runtime.zero import init_draws
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Context
 
@@ -242,3 +242,17 @@ def test_without_the_library_torch_draws(why: str, drawn: list[bool], monkeypatc
     assert drawn == [False, False]
     assert len(lines) == 1
     assert ("DS_SKIP_DRAWS=1" if why == "switched off" else "draws otherwise") in lines[0]
+
+
+def test_a_library_that_cannot_be_built_is_told(
+    drawn: list[bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> None:
+        raise NativeUnavailable("no C++ compiler found, that time")
+
+    monkeypatch.setattr(init_draws, "load", missing)
+    right, found = by_both(lambda: nn.Linear(30, 30).weight.detach())
+    assert torch.equal(found, right)
+    lines = [record for record in caplog.records if "drawn by torch" in record.getMessage()]
+    assert [record.levelname for record in lines] == ["WARNING"]
+    assert "no C++ compiler found, that time" in lines[0].getMessage()

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.native.build import NativeUnavailable, load
+from deepspeed.native.build import NativeUnavailable, load, switched_off
 from deepspeed.ops.columns import KINDS
 from deepspeed.runtime.zero.sharded_parameter import block_of
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import logger, warning_once
 
 __all__ = ["DRAWING", "drawn"]
 
@@ -108,7 +108,10 @@ def _kernel(law: str, dtype: torch.dtype) -> _Kernel | None:
     try:
         entry = getattr(load("draws"), f"ds_{law}")
     except NativeUnavailable as problem:
-        logger.debug("initial values are drawn by torch: %s", problem)
+        if switched_off("draws"):  # who has done so knows
+            logger.debug("initial values are drawn by torch: %s", problem)
+        else:
+            warning_once(f"zero.Init: initial values are drawn by torch, which takes longer: {problem}")
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_float
     entry.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int, number, number)

@@ -208,6 +208,10 @@ def test_wrong_arguments_say_what_is_wrong() -> None:
         packed_of(torch.zeros(1, 7), INT8, error=torch.zeros(1, 6))
     with pytest.raises(ValueError, match=r"the error must be contiguous; found strides \(14, 1\)"):
         packed_of(torch.zeros(2, 7), INT8, error=torch.zeros(2, 14)[:, :7])
+    with pytest.raises(ValueError, match=r"^dequantize: 1 pieces of 7 elements, packed"):
+        dequantize(torch.zeros(7), torch.zeros(13, dtype=torch.uint8), INT8)
+    with pytest.raises(ValueError, match=r"^dequantize: found torch.int64"):
+        dequantize(torch.zeros(7, dtype=torch.int64), torch.zeros(12, dtype=torch.uint8), INT8)
     packed = packed_of(torch.zeros(1, 7), INT8)[None]
     with pytest.raises(ValueError, match=r"own must be .* shape \(1, 7\) .* found torch.float32 of shape \(1, 8\)"):
         sum_packed(torch.zeros(1, 7), packed, INT8, own=torch.zeros(1, 8), own_place=0)

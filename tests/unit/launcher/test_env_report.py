@@ -82,12 +82,24 @@ def test_ops_without_a_compiler_are_done_by_torch_and_the_report_says_why(pool: 
     assert "no C++ compiler found: CXX='no-such-compiler'" in ops["cpu_adam"]["others"]["native kernel"]
     assert ops["async_io"]["implementation"] == "Python threads"
     assert "no C++ compiler found" in ops["async_io"]["others"]["native library"]
+    assert ops["draws"]["implementation"] == "torch's own"
+    assert ops["crc32"]["implementation"] == "zlib"
+    assert "CXX='no-such-compiler' is no program" in json.loads(done.output)["versions"]["C++ compiler"]
+
+
+def test_the_compiler_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho 'cxx 1.2.3'\necho more\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert env_report._versions()["C++ compiler"] == f"{compiler}: cxx 1.2.3"
 
 
 def test_text_report_has_all_parts_and_no_colour_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     env_report.main()
     text = capsys.readouterr().out
-    for part in ("cpu_adam ...", "not part of this version ...", "DeepSpeed general environment info", "torch ...",
+    for part in ("cpu_adam ...", "draws ...", "crc32 ...", "C++ compiler ...",
+                 "not part of this version ...", "DeepSpeed general environment info", "torch ...",
                  "accelerator cpu ...", "accelerator used ...", "host memory ...", "shared memory (/dev/shm) size ...",
                  "missing", "only for"):  # fmt: skip
         assert part in text
