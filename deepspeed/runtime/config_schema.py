@@ -139,10 +139,10 @@ class ConfigSections(DeepSpeedConfigModel):
     """The learning-rate schedule to build. Example: {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}."""
 
     zero_allow_untested_optimizer: Flag = False
-    """[stages 1-3] Accept optimizer classes outside the tested list. Example: true."""
+    """[stages 1-3] Accept optimizer classes outside the tested list; a written false refuses them. Example: true."""
 
     zero_force_ds_cpu_optimizer: Flag = True
-    """[stages 1-3 with offload_optimizer] Insist on the built-in host optimizers. Example: false."""
+    """[stages 1-3 with offload_optimizer] Insist on the built-in host optimizers, where written. Example: false."""
 
     # ---- communication and gradient scaling ----
 
