@@ -28,6 +28,7 @@ import os
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import threading
 import time
@@ -113,7 +114,10 @@ def load(name: str) -> ctypes.CDLL:
             except NativeUnavailable as problem:
                 found = problem
             except OSError as problem:
-                found = NativeUnavailable(f"native library {name!r}: built, but it cannot be loaded: {problem}")
+                found = NativeUnavailable(
+                    f"native library {name!r}: built, but it cannot be loaded: {problem}. Remove the file, and it is "
+                    "built again"
+                )
             _loaded[(name, isa.name)] = found
     if isinstance(found, NativeUnavailable):
         raise found
@@ -135,16 +139,34 @@ def build(name: str) -> Built:
         return Built(packaged, isa, 0.0)
     compiler = find_compiler()
     if compiler is None:
-        raise NativeUnavailable(
-            f"native library {name!r}: {_no_compiler()}"
-        )
+        raise NativeUnavailable(f"native library {name!r}: {_no_compiler()}")
     target = cache_folder() / f"{name}-{isa.name}-{_digest(sources, flags, _identity(compiler))}.so"
-    if target.is_file():
+    if _whole(target):
         return Built(target, isa, 0.0)
     with _lock(target):
-        if target.is_file():  # another process built it while this one waited
+        if _whole(target):  # another process built it while this one waited
             return Built(target, isa, 0.0)
         return Built(target, isa, _compile(name, compiler, flags, sources, target))
+
+
+def _whole(library: Path) -> bool:
+    """Whether the library is there, to its end: one cut short (a crash, a half-done copy) kills who loads it.
+
+    The table of sections is the last thing in an ELF file. Files of other formats are taken as they are.
+    """
+    try:
+        with library.open("rb") as file:
+            head, nbytes = file.read(64), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return False
+    if len(head) < 64:
+        return False
+    if head[:5] != b"\x7fELF\x02":  # 64 bits
+        return True
+    order = "<" if head[5] == 1 else ">"
+    (start,) = struct.unpack_from(f"{order}Q", head, 40)
+    entry_nbytes, entries = struct.unpack_from(f"{order}HH", head, 58)
+    return bool(start + entry_nbytes * entries <= nbytes)
 
 
 def build_package(folder: Path) -> list[Path]:

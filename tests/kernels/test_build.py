@@ -66,6 +66,27 @@ def test_a_changed_header_is_compiled_again(tiny: Path) -> None:
 
 
 @needs_compiler
+def test_a_library_cut_short_is_built_again(tiny: Path) -> None:
+    """Loading one would kill the process, with nothing said."""
+    path = build.build("tiny").path
+    whole = path.read_bytes()
+    for nbytes in (0, 63, 64, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:nbytes])
+        assert build.build("tiny").seconds > 0, nbytes
+        assert len(path.read_bytes()) == len(whole)
+    assert build.build("tiny").seconds == 0
+    assert build.load("tiny").answer() == 42
+
+
+@needs_compiler
+def test_a_library_that_is_none_is_told_with_the_remedy(tiny: Path) -> None:
+    path = build.build("tiny").path
+    path.write_bytes(b"no library" * 100)
+    with pytest.raises(NativeUnavailable, match=rf"cannot be loaded: {path}.*Remove the file, and it is built again"):
+        build.load("tiny")
+
+
+@needs_compiler
 def test_parts_of_a_library_are_compiled_and_linked(tiny: Path) -> None:
     (tiny / "tiny.cpp").write_text(
         TINY.replace("return ANSWER", "return half() * 2").replace("extern", "int half();\nextern")
