@@ -77,6 +77,7 @@ class StageMemory:
 
     `gathered` comes on top: whole parameters that stage 3 holds beside its shards, at the end of a backward or a step.
     `trained` tells the stage of the training run; the others were measured on a fresh model during one step.
+    `offloaded`: in host memory and files instead.
     """
 
     stage: int
@@ -84,6 +85,7 @@ class StageMemory:
     measured: int
     gathered: int
     trained: bool
+    offloaded: int = 0
 
 
 def check_resume(
@@ -201,4 +203,5 @@ def memory_by_stage(
 def _memory(engine: Any, stage: int, *, trained: bool) -> StageMemory:
     nbytes = engine.summary()["model_state_bytes"]
     expected, measured = (sum(nbytes[which][kind] for kind in STATE_KINDS) for which in ("expected", "measured"))
-    return StageMemory(stage, expected, measured, nbytes["measured"].get("gathered", 0), trained)
+    away = sum(nbytes["measured"].get(place, 0) for place in ("host", "disk"))
+    return StageMemory(stage, expected, measured, nbytes["measured"].get("gathered", 0), trained, away)

@@ -20,8 +20,12 @@ from rich.table import Table
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def mebibytes(nbytes: float) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
+def sized(nbytes: float) -> str:
+    """Bytes in the largest unit of which there is at least one: ``0 B``, ``1.5 KiB``, ``23.0 MiB``."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:,.1f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def smoothed(values: Sequence[float], window: int = 10) -> list[float]:
@@ -58,15 +62,15 @@ def show_start(engine: Any, corpus: Corpus, options: argparse.Namespace, steps: 
         table.add_row(f"dtype of {kind}", dtype)
     table.add_row("parallel sizes", ", ".join(f"{axis} {size}" for axis, size in facts["parallel"].items()))
     for which in ("expected", "measured"):
-        parts = ", ".join(f"{kind} {mebibytes(nbytes[which][kind])}" for kind in STATE_KINDS)
-        total = mebibytes(sum(nbytes[which][kind] for kind in STATE_KINDS))
+        parts = ", ".join(f"{kind} {sized(nbytes[which][kind])}" for kind in STATE_KINDS)
+        total = sized(sum(nbytes[which][kind] for kind in STATE_KINDS))
         table.add_row(f"bytes per rank, {which}", f"{total} = {parts}")
     away = {kind: nbytes["measured"][kind] for kind in ("host", "disk") if nbytes["measured"].get(kind)}
     if away:
-        table.add_row("offloaded", ", ".join(f"{mebibytes(size)} on {kind}" for kind, size in away.items()))
+        table.add_row("offloaded", ", ".join(f"{sized(size)} on {kind}" for kind, size in away.items()))
     gathered = nbytes["measured"].get("gathered", 0)
     if gathered:
-        table.add_row("gathered on top", f"{mebibytes(gathered)} of whole weights, at the end of backward and step")
+        table.add_row("gathered on top", f"{sized(gathered)} of whole weights, at the end of backward and step")
     Console(highlight=False).print(table)
 
 
@@ -94,7 +98,7 @@ def show_end(
     where = picture or "not drawn: matplotlib is not installed (pip install matplotlib)"
     console.print(f"\nreport      {where}\ncheckpoint  {resumed.checkpoint}", markup=False)
     console.print(
-        f"export      {exported.path} ({mebibytes(exported.path.stat().st_size)}); "
+        f"export      {exported.path} ({sized(exported.path.stat().st_size)}); "
         f"held-out loss of a plain PyTorch module that loaded it: {exported.held_out:.6f} "
         f"(the engine's: {held_out:.6f})",
         markup=False,
@@ -104,13 +108,24 @@ def show_end(
 def memory_table(memory: Sequence[StageMemory]) -> Table:
     title = "model states per rank: parameters, gradients, master copies, optimizer states; gathered weights on top"
     table = Table(title=title, title_justify="left")
-    for heading in ("ZeRO stage", "formula", "measured", "ratio", "gathered", "of"):
-        table.add_column(heading, justify="left" if heading == "of" else "right")
-    for row in memory:
-        ratio = f"{row.measured / row.expected:.4f}" if row.expected else "-"
+    headings = ["ZeRO stage", "formula", "measured", "ratio", "gathered"]
+    away = any(row.offloaded for row in memory)
+    headings += ["offloaded"] if away else []
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    table.add_column("of")
+    ratios = [row.measured / row.expected if row.expected else None for row in memory]
+    for row, ratio in zip(memory, ratios, strict=True):
         source = "this training run" if row.trained else "a fresh model"
-        gathered = mebibytes(row.gathered) if row.gathered else "-"
-        table.add_row(str(row.stage), mebibytes(row.expected), mebibytes(row.measured), ratio, gathered, source)
+        columns = ["-" if ratio is None else f"{ratio:.2f}", sized(row.gathered) if row.gathered else "-"]
+        columns += [sized(row.offloaded) if row.offloaded else "-"] if away else []
+        table.add_row(str(row.stage), sized(row.expected), sized(row.measured), *columns, source)
+    notes = []
+    if any(ratio is not None and ratio < 0.995 for ratio in ratios):
+        notes.append("ratio below 1: whole gradients are given back while they are reduced; the formula has them all")
+    if away:
+        notes.append("offloaded: in host memory and files, which formula and measured leave out")
+    table.caption, table.caption_justify = "\n".join(notes) or None, "left"
     return table
 
 

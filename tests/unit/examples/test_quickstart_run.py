@@ -62,7 +62,7 @@ def test_it_trains_resumes_exactly_and_reports(quickstart: Path, text: Path, fla
     proofs = ("identical to the last bit", "on 1 rank: within ", "model.safetensors")
     for shown in ("ZeRO stage", "8/8", "grad norm", "tokens/s", "ETA", *proofs):
         assert shown in output
-    memory = re.findall(r"│ +([0-3]) │ +[\d.]+ MiB │ +[\d.]+ MiB │ +([\d.]+) │ +([-\d.]+)", output)
+    memory = re.findall(r"│ +([0-3]) │ +[\d.]+ [KM]iB │ +[\d.]+ [KM]iB │ +([\d.]+) │ +([-\d.]+)", output)
     assert [stage for stage, *_ in memory] == ["0", "1", "2", "3"]
     assert [gathered == "-" for *_, gathered in memory] == [True, True, True, False]
     out = text.parent / "demo_out"

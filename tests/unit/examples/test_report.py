@@ -47,8 +47,39 @@ def test_memory_table_shows_formula_beside_measurement() -> None:
     from report import memory_table
 
     text = printed(memory_table([StageMemory(2, 2**20, 2**20 + 2**19, 0, True)]))
-    for shown in ("1.0 MiB", "1.5 MiB", "1.5000", "this training run"):
+    for shown in ("1.0 MiB", "1.5 MiB", "1.50", "this training run"):
         assert shown in text
+    assert "ratio below" not in text
+    assert "offloaded" not in text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    (
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (23 << 20, "23.0 MiB"),
+        (5 << 29, "2.5 GiB"),
+        (3000 << 30, "3,000.0 GiB"),
+    ),
+)
+def test_sizes_have_the_unit_that_shows_them(quickstart: Path, nbytes: int, text: str) -> None:
+    from report import sized
+
+    assert sized(nbytes) == text
+
+
+def test_what_lies_elsewhere_is_shown_and_a_low_ratio_explained() -> None:
+    from checks import StageMemory
+    from report import memory_table
+
+    rows = [StageMemory(1, 6 << 20, 5 << 20, 0, False), StageMemory(3, 0, 0, 2048, True, 700 << 10)]
+    text = printed(memory_table(rows))
+    for shown in ("0.83", "ratio below 1: whole gradients", "700.0 KiB", "2.0 KiB", "0 B", "which formula"):
+        assert shown in text
+    assert "0.8333" not in text
+    assert "0.0 MiB" not in text
 
 
 def test_gathered_weights_are_shown_beside_the_formula_not_in_it() -> None:
@@ -56,7 +87,7 @@ def test_gathered_weights_are_shown_beside_the_formula_not_in_it() -> None:
     from report import memory_table
 
     text = printed(memory_table([StageMemory(3, 2**20, 2**20, 3 * 2**20, False)]))
-    for shown in ("1.0000", "3.0 MiB", "a fresh model"):
+    for shown in ("1.00", "3.0 MiB", "a fresh model"):
         assert shown in text
 
 
