@@ -82,6 +82,7 @@ UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
 UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
 FP32_WEIGHT_KEY = "fp32"
 ZENFLOW_KEY = "zenflow"  # optimizer state: which columns were important, and how far both parts had come
+ZENFLOW_TENSORS = ("zenflow_pending", "zenflow_weight")  # beside it, while there are such
 PARAM = "param"
 CAT_DIM = "cat_dim"
 PARAM_N_SUB_PARAMS = "param_n_sub_params"

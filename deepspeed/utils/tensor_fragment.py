@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.constants import ZENFLOW_TENSORS
 from deepspeed.comm import collectives
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _assemble(param: nn.Parameter, pick: Pick, *, call: str = "", key: str | Non
             flat[-3] = 1.0
         elif key is not None and owner.optimizer.state.get(bound.leaf):
             flat[-2] = 1.0
-    if key is not None and key in _state_names(owner):
+    if key is not None and (key in _state_names(owner) or key in ZENFLOW_TENSORS):  # there for parts of a window
         flat[-1] = 1.0
     if group.sharded:
         # Every element has one owner, so the sum is a gather that needs no sizes exchanged.

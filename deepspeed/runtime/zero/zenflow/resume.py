@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.shard_group import BoundFragment, ShardGroup
     from deepspeed.runtime.zero.zenflow.executor import ZenFlow
 
-FACTS, PENDING, WEIGHT = keys.ZENFLOW_KEY, "zenflow_pending", "zenflow_weight"
+FACTS, (PENDING, WEIGHT) = keys.ZENFLOW_KEY, keys.ZENFLOW_TENSORS
 
 
 def write(flow: ZenFlow) -> None:
