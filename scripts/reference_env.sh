@@ -12,3 +12,11 @@ if [[ ${2:-} == clients ]]; then
 fi
 # Isolated (-I): with this folder on its path Python would find the metadata of this project first.
 "$target/bin/python" -I -c "import importlib.metadata as m; print('deepspeed', m.version('deepspeed'), 'in $target')"
+# Its ops are compiled here, by one process: ranks that need one at once have been seen to wait for each other's lock
+# for ever, and a benchmark would count the minutes.
+DS_ACCELERATOR=cpu PATH=$(dirname "$(readlink -f "$target/bin")")/bin:$PATH "$target/bin/python" -I -c '
+from deepspeed.accelerator import get_accelerator
+for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
+    get_accelerator().create_op_builder(name).load(verbose=False)
+    print("built", name)
+'
