@@ -423,6 +423,10 @@ def looks(tmp: str) -> None:
         for read in reads:
             with pytest.raises(RuntimeError, match=r"'inner.weight'.*GatheredParameters"):
                 read()
+    for convert in (engine.module.half, lambda: engine.module.to(torch.float64), engine.module.bfloat16):
+        with pytest.raises(RuntimeError, match=r"Borrow was to be converted from torch\.float32 .* stopped at"):
+            convert()
+        assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
     with pytest.raises(RuntimeError, match="cannot be copied"):
         copy.deepcopy(engine.module)
     with pytest.raises(RuntimeError, match="save_16bit_model"):

@@ -287,6 +287,13 @@ def test_use_without_an_engine() -> None:
     model = under_init(layers)
     with torch.no_grad(), pytest.raises(RuntimeError, match="GatheredParameters"):
         model(x)
+    # What is known of a parameter before its model is whole.
+    texts = []
+    for part in [part for part in model.modules() if isinstance(part, nn.Linear)]:
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"'Linear\.weight \(\d+, \d+\) \(sharded as") as caught:
+            part.weight.norm()
+        texts.append(str(caught.value))
+    assert len(set(texts)) == len(texts)
 
 
 @on_ranks(2)

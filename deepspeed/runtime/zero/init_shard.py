@@ -76,6 +76,11 @@ class InitGatherer(ParamGatherer):
         """Wait for nothing: an exception passes, and other ranks may never come here."""
         self._sending, self._sending_nbytes = [], 0
 
+    @property
+    def built(self) -> int:
+        """How many blocks there have been."""
+        return self._count
+
     def next_index(self) -> int:
         """A number for the next block, the same on every rank."""
         self._count += 1
@@ -239,8 +244,16 @@ def _shard_run(
     align = max(1, _ALIGN_BYTES // dtype.itemsize)
     entries = [(f"{i}:{name}", param.numel()) for i, (name, param) in enumerate(run)]
     layout = ShardLayout.by_block([entries], ranks.world, param_align=align, piece_align=align)
+    # All that is known before the model is whole: of many layers alike, which one of those that were sharded.
+    number = gatherer.built + 1
     places = [
-        Place(param, name, slot.start, param.shape, contiguous_stride(param.shape))
+        Place(
+            param,
+            f"{name} {tuple(param.shape)} (sharded as number {number})",
+            slot.start,
+            param.shape,
+            contiguous_stride(param.shape),
+        )
         for (name, param), slot in zip(run, layout.slots, strict=True)
     ]
     shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)  # padding arrives with the values

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -284,7 +285,33 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         same_host = found.device.type == probe.device.type == "cpu" and found.dtype == probe.dtype
         if found is probe or (same_host and not kwargs.get("copy", False)):
             return held
+    block = block_of(held)
+    if block is not None and block.owner is not None and not block.pins and not block.owner.may_gather():
+        module = _converted_module()
+        if module:
+            raise _conversion_refusal(block.name_of(parameter_of(held)), module, probe, found)
     return _with_values(func, args, kwargs)
+
+
+def _converted_module() -> str | None:
+    """The class of the module whose ``half()``, ``to()`` or the like is under way; None when none is."""
+    name, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._apply.__code__:
+            name = type(frame.f_locals.get("self")).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return name
+
+
+def _conversion_refusal(name: str, module: str, old: torch.Tensor, new: torch.Tensor) -> ShardedParameterError:
+    change = f"from {old.dtype} to {new.dtype}" if old.dtype != new.dtype else f"from {old.device} to {new.device}"
+    return ShardedParameterError(
+        f"{module} was to be converted {change} and has stopped at parameter {name!r}, which is sharded over the ranks "
+        "(ZeRO stage 3) and keeps its dtype and device. No sharded parameter has changed; buffers of modules before "
+        f"it may be {new.dtype} on {new.device} already: convert those back, or build the model anew. The dtype of "
+        "training is set by the bf16 or fp16 section of the config, or by converting before deepspeed.initialize and "
+        "by zero.Init(dtype=...)"
+    )
 
 
 def copy_refusal(held: Any) -> ShardedParameterError:
