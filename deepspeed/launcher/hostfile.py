@@ -18,6 +18,7 @@ from deepspeed.launcher.errors import UsageError
 Slot = int | str
 """Number of a device, or its identifier where the environment names devices by one (``GPU-...``, ``MIG-...``)."""
 
+_MOST_SLOTS = 1 << 16
 _HOST_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
@@ -34,6 +35,8 @@ def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
         name, slots = match[1], int(match[2])
         if name in pool:
             raise UsageError(f"hostfile line {number}: host {name!r} is listed twice; give each host one line")
+        if slots > _MOST_SLOTS:  # they are listed one by one
+            raise UsageError(f"hostfile line {number}: {slots} slots of host {name!r}; at most {_MOST_SLOTS}")
         pool[name] = slots
     if not pool:
         raise UsageError("hostfile: it names no host; expected lines of the form 'NAME slots=N'")

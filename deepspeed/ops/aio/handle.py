@@ -181,8 +181,9 @@ class aio_handle:
         _tensor(buffer, "writing a file")
         offset = whole(offset, str(filename), "file_offset", minimum=0)
         by_descriptor = isinstance(filename, int) and not isinstance(filename, bool)
-        made = not by_descriptor and not os.path.exists(_name(filename, "writing a file"))
-        file = AioFile(_of_descriptor(filename) if by_descriptor else filename, write=True, create=True)
+        path = _of_descriptor(int(filename)) if by_descriptor else _name(filename, "writing a file")
+        made = not by_descriptor and not os.path.exists(path)
+        file = AioFile(path, write=True, create=True)
         try:
             file.reserve(offset, buffer.nbytes, extend=True)
             return self._engine.start(True, file, buffer, offset), file

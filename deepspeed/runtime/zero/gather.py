@@ -165,9 +165,12 @@ class ParamGatherer:
     def _in_backward() -> bool:
         return torch._C._current_graph_task_id() != -1
 
-    @contextlib.contextmanager
-    def fetching_for(self, use: str, *, by_hand: bool = False) -> Iterator[None]:
+    def fetching_for(self, use: str, *, by_hand: bool = False) -> contextlib.AbstractContextManager[None]:
         """Around a fetch for ``use``; outside of training that is kept for the error where it hangs."""
+        return self._noting(use, by_hand)
+
+    @contextlib.contextmanager
+    def _noting(self, use: str, by_hand: bool) -> Iterator[None]:
         noted = OutsideUse.here(use, by_hand=by_hand) if by_hand or not self.in_training() else None
         self.outside = noted or self.outside
         try:

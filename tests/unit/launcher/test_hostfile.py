@@ -36,6 +36,7 @@ def test_hostfile_skips_blank_lines_and_comments_and_ignores_what_follows_the_nu
         (["w0"], "line 1: found 'w0'"),
         (["w0 slots=x"], "line 1"),
         (["w0 slots=-1"], "line 1"),
+        (["w0 slots=1000000000000"], "line 1: 1000000000000 slots of host 'w0'; at most 65536"),
         (["this is bad slots=1"], "line 1"),
         (["w0 slots=2", "", "this is bad"], "line 3"),
         ([], "names no host"),
