@@ -30,6 +30,7 @@ import torch.distributed as torch_dist
 from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.comm.activity import format_ranks
 from deepspeed.comm.group_facts import Group, forget, group_timeout
+from deepspeed.comm.group_pool import GroupPool, Key, Numbered
 from deepspeed.comm.levels import Levels
 from deepspeed.comm.pending import blocking
 from deepspeed.comm.rank_grid import RankGrid, refuse_uneven, split_line
@@ -65,8 +66,9 @@ class ParallelMesh:
         self._lines: dict[str, tuple[int, ...]] = {"world": tuple(range(world_size)), **lines}
         self._groups: dict[tuple[int, ...], Group] = dict(groups or {})
         self._made: list[Group] = []
-        self._separate: dict[tuple[tuple[int, ...], str], Group] = {}
-        self._idle: dict[tuple[tuple[int, ...], str], list[Group]] = {}  # separate groups of engines that are gone
+        self._separate: dict[Key, Numbered] = {}
+        self._leaving: weakref.finalize[Any, Any] | None = None
+        self._use_pool(GroupPool())
         self._ep_sizes: list[int] = []
         self._inner_sizes: list[int] = []
         world = torch_dist.group.WORLD if torch_dist.is_initialized() else None
@@ -186,20 +188,10 @@ class ParallelMesh:
         if not purpose or not torch_dist.is_initialized() or len(ranks) == 1:
             return self._group_of(ranks)
         key = (ranks, purpose)
-        if key not in self._separate and self._idle.get(key):
-            self._separate[key] = self._idle[key].pop()
-            self._made.append(self._separate[key])
         if key not in self._separate:
-            with blocking("new_group", lambda: format_ranks(sorted(ranks))):
-                group = torch_dist.new_group(
-                    list(ranks),
-                    timeout=group_timeout(torch_dist.group.WORLD),
-                    use_local_synchronization=True,
-                    group_desc=purpose,
-                )
-            self._made.append(group)
-            self._separate[key] = group
-        return self._separate[key]
+            self._separate[key] = self._pool.take(key, lambda: self._group_of(ranks))
+            self._made.append(self._separate[key][1])
+        return self._separate[key][1]
 
     def has(self, axis: str, *, ep_size: int | None = None, inner: int | None = None) -> bool:
         """Whether the mesh knows the axis."""
@@ -294,19 +286,23 @@ class ParallelMesh:
         return _torch_device_mesh(ranks, axes, [self.group(axis) for axis in axes])
 
     def follow(self, earlier: ParallelMesh | None) -> None:
-        """Use the separate groups again that ``earlier`` and those before it have retired, in the same world."""
+        """Use the separate groups again that ``earlier`` and those before it have left, in the same world."""
         if earlier is not None and earlier.is_current_world():
-            self._idle = earlier._idle
+            self._use_pool(earlier._pool)
+
+    def _use_pool(self, pool: GroupPool) -> None:
+        """Take separate groups of ``pool``, and give them back to it when this mesh is garbage."""
+        if self._leaving is not None:
+            self._leaving.detach()
+        self._pool = pool
+        self._leaving = weakref.finalize(self, pool.drop, self._separate)
+        self._leaving.atexit = False
 
     def retire(self) -> None:
-        """The engine of this mesh is gone: its separate groups are free for the next one. All ranks must call it.
-
-        Groups are kept rather than destroyed: ending one while another rank is in its last call would break that call.
-        """
-        for key, group in self._separate.items():
+        """The engine of this mesh is gone: its separate groups are free for the next one. All ranks must call it."""
+        for _, group in self._separate.values():
             self._made.remove(group)
-            self._idle.setdefault(key, []).append(group)
-        self._separate.clear()
+        self._pool.retire(self._separate)
 
     def close(self) -> None:
         """Destroy the groups this mesh has made. Idempotent; the mesh must not be used afterwards."""

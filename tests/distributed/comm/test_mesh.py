@@ -162,3 +162,38 @@ def close_returns_groups() -> tuple[int, bool]:
 
 def test_close_destroys_what_the_mesh_made(pool: Any) -> None:
     assert pool.run(4, close_returns_groups) == [(0, True)] * 4
+
+
+def engines_after_another(late: int, destroy: bool) -> tuple[list[int], list[str]]:
+    """Meshes that follow each other, each with a group of its own; rank `late` keeps one of them for a while."""
+    before, alive = current_mesh(), dist.distributed_c10d._world.pg_map
+    at_first = set(alive)
+    kept, made, used = [], [], []
+    for number in range(6):
+        mesh = ParallelMesh.build()
+        set_current_mesh(mesh)
+        group = mesh.separate_group("dp", "gathers")
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 2.0
+        if number == 1 and dist.get_rank() == late:
+            kept.append(mesh)
+        if number == 4:
+            kept.clear()
+        if destroy:
+            mesh.retire()
+        made.append(len(alive) - len(at_first))
+        used.append(group.group_name)
+    set_current_mesh(before)
+    for group in set(alive) - at_first:
+        dist.destroy_process_group(group)
+    return made, used
+
+
+@pytest.mark.parametrize(("destroy", "made"), ((True, [1, 1, 1, 1, 1, 1]), (False, [1, 1, 2, 2, 2, 2])))
+def test_groups_of_engines_that_are_gone_are_used_again(pool: Any, destroy: bool, made: list[int]) -> None:
+    """Destroyed or only forgotten; what one rank still has is used by none."""
+    first, second = pool.run(2, engines_after_another, 1, destroy)
+    assert first == second
+    assert first[0] == made
+    assert len(set(first[1])) == made[-1]
