@@ -58,7 +58,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """`zero_optimization`: ZeRO stage and its settings."""
 
     stage: Annotated[ZeroStageEnum, Rule(_stage, "0, 1, 2 or 3")] = ZeroStageEnum.disabled
-    """0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 weights too; text ("3") does. Example: 2."""
+    """0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 weights too (or as text). Example: 2."""
 
     contiguous_gradients: Flag = True
     """[stages 1-3] Copy gradients into one flat bucket as they appear: less fragmentation. Example: false."""
