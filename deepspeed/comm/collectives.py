@@ -169,7 +169,7 @@ def reduce_scatter(
     check_shard("reduce_scatter", output, input, facts.size)
     if facts.size > 1 and output.numel():
         announce(facts, "reduce_scatter", what, input.nbytes, call_mark(input.nbytes, key))
-    works, finish = start_reduce_scatter(output, input, group, facts, average, accumulate, scale)
+    works, finish = start_reduce_scatter(output, input, group, facts, average, accumulate, scale, what)
     return launch(works, finish, facts, "reduce_scatter", what, input, async_op) if works else DONE
 
 
@@ -181,6 +181,7 @@ def start_reduce_scatter(
     average: bool,
     accumulate: bool = False,
     scale: float | None = None,
+    what: What = "",
 ) -> tuple[tuple[Any, ...], Callable[[], None] | None]:
     """(works, finishing step) of a reduce-scatter whose arguments have been checked; no works: it is done."""
     if facts.size == 1:
@@ -192,7 +193,7 @@ def start_reduce_scatter(
         return (), None
     pg: Any = group if group is not None else torch_dist.group.WORLD
     facts.bytes_sent += output.numel() * input.element_size() * (facts.size - 1)
-    channel = channel_of(facts, input, "reduce_scatter", "", input.nbytes)
+    channel = channel_of(facts, input, "reduce_scatter", what, input.nbytes)
     if channel is not None:
         code = reduction_code(input.dtype, output.dtype, 0, accumulate)
         factor = total_factor(average, scale, facts.size)
@@ -225,17 +226,17 @@ def all_gather(
         raise ValueError(f"all_gather: output is {output.dtype}, input is {input.dtype}; they must be equal")
     if facts.size > 1 and input.numel():
         announce(facts, "all_gather", what, output.nbytes, call_mark(output.nbytes, key))
-    works = start_all_gather(output, input, group, facts)
+    works = start_all_gather(output, input, group, facts, what)
     return launch(works, None, facts, "all_gather", what, output, async_op) if works else DONE
 
 
 def start_all_gather(
-    output: torch.Tensor, input: torch.Tensor, group: Group | None, facts: GroupFacts
+    output: torch.Tensor, input: torch.Tensor, group: Group | None, facts: GroupFacts, what: What = ""
 ) -> tuple[Any, ...]:
     """The backend's works of an all-gather whose arguments have been checked; empty when nothing has to travel."""
     numel = input.numel()
     if facts.size > 1 and numel:
-        channel = channel_of(facts, input, "all_gather", "", output.nbytes)
+        channel = channel_of(facts, input, "all_gather", what, output.nbytes)
         if channel is not None:
             facts.bytes_sent += input.nbytes * (facts.size - 1)
             return (channel.all_gather(output, input),)

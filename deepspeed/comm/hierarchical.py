@@ -121,7 +121,7 @@ def _gather_between(pieces: torch.Tensor, group: Group | None, facts: GroupFacts
             facts.give_buffer(staging)
 
         announce(facts, "all_gather", what, rows.nbytes, call_mark(rows.nbytes, key))
-        works = collectives.start_all_gather(rows, own, group, facts)
+        works = collectives.start_all_gather(rows, own, group, facts, what)
         return launch(works, land, facts, "all_gather", what, rows, True)
     nbytes = pieces.numel() * pieces.element_size()
     announce(facts, "all_gather", what, nbytes, call_mark(nbytes, key))

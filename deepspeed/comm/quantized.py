@@ -81,7 +81,7 @@ def all_gather(
         pending = two_hop_gather(pieces, levels, what=what, key=key, finish=unpack)
     else:
         announce(facts, "all_gather", what, pieces.nbytes, call_mark(pieces.nbytes, key))
-        works = collectives.start_all_gather(pieces, own, levels[0], facts)
+        works = collectives.start_all_gather(pieces, own, levels[0], facts, what)
         pending = launch(works, unpack, facts, "all_gather", what, pieces, True)
     if not async_op:
         pending.wait()

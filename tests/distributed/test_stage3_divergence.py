@@ -128,11 +128,26 @@ def gathered_by_hand_on_one_rank() -> str:
     return caught(look)
 
 
+def all_gathered_by_hand_on_one_rank() -> str:
+    """The first use of the group of gathers; its ranks find out about each other in the second call."""
+    rank = short_limit()
+    engine = start(model(), 3)
+
+    def look() -> None:
+        if rank == 0:
+            with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+                pass
+        dist.barrier()
+
+    return caught(look)
+
+
 @pytest.mark.parametrize(
     ("body", "use", "remedy"),
     (
         (a_norm_on_one_rank, "norm reads parameter '2.weight'", "GatheredParameters([parameter])"),
         (gathered_by_hand_on_one_rank, "GatheredParameters is entered with", "every rank must enter and leave"),
+        (all_gathered_by_hand_on_one_rank, "GatheredParameters is entered with", "every rank must enter and leave"),
     ),
 )
 def test_what_one_rank_gathers_alone_outside_of_training_is_named(
