@@ -56,7 +56,11 @@ _CARD = struct.Struct("=16s16sqQiQB")
 
 @functools.cache
 def host_identity() -> bytes:
-    """Equal for processes that can open each other's memory: machine, boot, namespaces and user."""
+    """Equal for processes that can open each other's memory: machine, boot, namespaces and user.
+
+    Raises:
+        OSError: for a reason that is this process's own, such as no descriptor being left.
+    """
     facts = [socket.gethostname(), str(os.getuid() if hasattr(os, "getuid") else -1)]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/user", "/proc/self/ns/net"):
         try:
@@ -65,7 +69,7 @@ def host_identity() -> bytes:
             else:
                 with open(path, encoding="ascii") as boot:
                     facts.append(boot.read().strip())
-        except OSError:
+        except (FileNotFoundError, PermissionError, NotADirectoryError):
             facts.append(secrets.token_hex(8))  # unknown: equal to nobody's
     return hashlib.sha256("\0".join(facts).encode()).digest()[:16]
 
@@ -153,7 +157,11 @@ class Meeting:
 
     def _show_card(self, pg: Any, facts: GroupFacts, rank: int, size: int) -> None:
         """Tell all where this rank's block is, made for the rank `rank` of `size` that will share it."""
-        descriptor = -1
+        descriptor, version, host, started = -1, bytes(16), bytes(16), 0
+        try:
+            version, host, started = _version(), host_identity(), _start_time()
+        except OSError as problem:  # no descriptor is left, say: the others wait for a card all the same
+            self.why_not = self.why_not or f"what a rank says of itself cannot be found out: {problem}"
         if not self.why_not:
             library = shm_channel.library()
             spin_us = SPIN_US if size <= len(os.sched_getaffinity(0)) else 0
@@ -163,7 +171,7 @@ class Meeting:
             else:
                 descriptor = library.ds_shm_fd(self._handle)
         card = _CARD.pack(
-            _version(), host_identity(), os.getpid(), _start_time(), descriptor, self._nonce, not self.why_not
+            version, host, os.getpid(), started, descriptor, self._nonce, not self.why_not
         )
         own = torch.frombuffer(bytearray(card), dtype=torch.uint8)
         self._cards = [torch.empty_like(own) for _ in range(facts.size)]
@@ -174,12 +182,12 @@ class Meeting:
         cards = [_CARD.unpack(bytes(card.tolist())) for card in self._cards]
         unwilling = [rank for rank, card in zip(_ranks_of(pg), cards, strict=True) if not card[-1]]
         layout = layout_of([card[1] for card in cards], facts.rank)
-        if isinstance(layout, str):
-            self.why_not = self.why_not or layout
+        if unwilling:  # it may not even know its host
+            self.why_not = self.why_not or f"rank {unwilling[0]} does not use it"
+        elif isinstance(layout, str):
+            self.why_not = layout
             if facts.rank == 0 and layout != ONE_ON_EACH:
                 logger.info(f"group {facts.name!r} uses gloo also inside its hosts: {layout}")
-        elif unwilling:
-            self.why_not = self.why_not or f"rank {unwilling[0]} does not use it"
         elif any(card[0] != cards[facts.rank][0] for card in cards):
             self.why_not = "its ranks run different versions of the library"
         elif layout.local > MAX_RANKS:

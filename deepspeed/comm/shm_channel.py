@@ -267,10 +267,12 @@ class Channel:
 
     def close(self) -> None:
         """Leave the group and unmap its memory. Idempotent."""
-        handle, lib = self._handle, self._lib
+        handle, lib, held = self._handle, self._lib, self._held
+        self._held = {}  # the library's thread may be writing to these until it has left
         self.forget()
         if handle is not None:
             lib.ds_shm_leave(handle)
+        held.clear()
 
     def forget(self) -> None:
         """Use the group no more. In a forked child, which has no part in it, that is all that may be done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -107,6 +108,24 @@ def test_one_rank_that_cannot_is_enough_for_all_to_use_gloo(pool: Any, reason: s
     assert first.startswith("gloo, because ")
     assert text in second
     assert ("several hosts" if reason == "host" else "rank 1 does not use it") in first
+
+
+def no_descriptor_left(fact: str) -> str:
+    """A rank that cannot even look up what it says of itself sends its card all the same."""
+    failing = patch.object(same_host, fact, side_effect=OSError(24, "Too many open files"))
+    with failing if dist.get_rank() == 1 else contextlib.nullcontext():
+        found = meet()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 3
+    return found
+
+
+@pytest.mark.parametrize("fact", ("_version", "host_identity", "_start_time"))
+def test_a_rank_without_descriptors_does_not_leave_the_others_waiting(pool: Any, fact: str) -> None:
+    one, two = pool.run(2, no_descriptor_left, fact)
+    assert one == "gloo, because rank 1 does not use it"
+    assert "Too many open files" in two
 
 
 def memory_that_cannot_be_opened() -> str:
