@@ -170,9 +170,7 @@ class Meeting:
                 self.why_not = "no memory or no descriptor for a shared block"
             else:
                 descriptor = library.ds_shm_fd(self._handle)
-        card = _CARD.pack(
-            version, host, os.getpid(), started, descriptor, self._nonce, not self.why_not
-        )
+        card = _CARD.pack(version, host, os.getpid(), started, descriptor, self._nonce, not self.why_not)
         own = torch.frombuffer(bytearray(card), dtype=torch.uint8)
         self._cards = [torch.empty_like(own) for _ in range(facts.size)]
         self._work = pg.allgather([self._cards], [own])
