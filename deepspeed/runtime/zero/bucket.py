@@ -122,9 +122,10 @@ class Bucket:
     def open_piece(self, *, holds: bool) -> torch.Tensor:
         """Where the result of a reduction is added; it counts after :meth:`close_piece`.  # 1D, piece_numel
 
-        ``holds``: what is there already counts. Offloaded gradients come to the device for it.
+        ``holds``: what is there already counts; else all of it is written over. Offloaded gradients come to the device
+        for it.
         """
-        piece = self.group.grad_piece(self.segment)
+        piece = self.group.grad_piece(self.segment, written=not holds)
         if not self.group.offloaded:
             return piece
         self._landing = torch.empty_like(piece, device=self.group.device)

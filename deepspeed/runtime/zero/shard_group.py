@@ -239,11 +239,17 @@ class ShardGroup:
         assert self.flat is not None, "a replicated group has no flat buffer"
         return self.flat.narrow(0, segment.start, segment.numel)
 
-    def grad_piece(self, segment: Segment) -> torch.Tensor:
-        """This rank's gradient piece of ``segment``, made of zeros on first use.  # 1D, piece_numel, accum dtype"""
+    def grad_piece(self, segment: Segment, *, written: bool = False) -> torch.Tensor:
+        """This rank's gradient piece of ``segment``, made of zeros on first use.  # 1D, piece_numel, accum dtype
+
+        ``written``: the caller writes all of it, so that zeros would be written for nothing.
+        """
         piece = self.grads[segment.index]
         if piece is None:
-            piece = self._state_zeros(segment.piece_numel, self.accum_dtype)
+            if written and not self.offloaded:
+                piece = torch.empty(segment.piece_numel, dtype=self.accum_dtype, device=self.device)
+            else:
+                piece = self._state_zeros(segment.piece_numel, self.accum_dtype)
             self.grads[segment.index] = piece
         return piece
 
