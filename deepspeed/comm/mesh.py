@@ -21,18 +21,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
-from deepspeed.comm.activity import format_ranks
-from deepspeed.comm.group_facts import Group, forget, group_timeout
+from deepspeed.comm.group_facts import Group, forget
 from deepspeed.comm.group_pool import GroupPool, Key, Numbered
 from deepspeed.comm.levels import Levels
-from deepspeed.comm.pending import blocking
 from deepspeed.comm.rank_grid import RankGrid, refuse_uneven, split_line
 
 __all__ = ["ParallelMesh", "current_mesh", "device_mesh", "set_current_mesh"]
@@ -68,7 +65,7 @@ class ParallelMesh:
         self._made: list[Group] = []
         self._separate: dict[Key, Numbered] = {}
         self._leaving: weakref.finalize[Any, Any] | None = None
-        self._use_pool(GroupPool())
+        self._use_pool(_current._pool if _current is not None and _current.is_current_world() else GroupPool())
         self._ep_sizes: list[int] = []
         self._inner_sizes: list[int] = []
         world = torch_dist.group.WORLD if torch_dist.is_initialized() else None
@@ -305,10 +302,11 @@ class ParallelMesh:
         self._pool.retire(self._separate)
 
     def close(self) -> None:
-        """Destroy the groups this mesh has made. Idempotent; the mesh must not be used afterwards."""
+        """Destroy the groups this mesh has made. Idempotent; no mesh that uses them may be used afterwards."""
         made, self._made = self._made, []
         self._groups.clear()
         self._separate.clear()
+        self._pool.forget(made)
         for group in made:
             forget(group)
             if torch_dist.is_initialized() and group in torch_dist.distributed_c10d._world.pg_map:
@@ -359,11 +357,9 @@ class ParallelMesh:
         if len(ranks) == self.world_size and ranks == tuple(range(self.world_size)):
             group: Group = world
         else:
-            limit: timedelta = group_timeout(world)
-            # Only the members meet: no rank takes part in, or waits for, groups it is not in.
-            with blocking("new_group", lambda: format_ranks(sorted(ranks))):
-                group = torch_dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-            self._made.append(group)
+            group, is_new = self._pool.common(ranks)
+            if is_new:
+                self._made.append(group)
         self._groups[ranks] = group
         return group
 

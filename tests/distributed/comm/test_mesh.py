@@ -197,3 +197,25 @@ def test_groups_of_engines_that_are_gone_are_used_again(pool: Any, destroy: bool
     assert first == second
     assert first[0] == made
     assert len(set(first[1])) == made[-1]
+
+
+def cut_after_another() -> list[int]:
+    """Meshes that follow each other, each cut into the same blocks."""
+    before, alive = current_mesh(), dist.distributed_c10d._world.pg_map
+    at_first = set(alive)
+    made = []
+    for _ in range(3):
+        mesh = ParallelMesh.build(tp=2)
+        set_current_mesh(mesh)
+        mesh.levels(2)
+        made.append(len(alive) - len(at_first))
+    set_current_mesh(before)
+    for group in set(alive) - at_first:
+        dist.destroy_process_group(group)
+    return made
+
+
+def test_meshes_of_one_world_share_the_groups_of_equal_ranks(pool: Any) -> None:
+    """Each engine made its own, and left them behind."""
+    for made in pool.run(4, cut_after_another, timeout=30.0):
+        assert made == [made[0]] * 3
