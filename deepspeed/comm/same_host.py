@@ -131,6 +131,7 @@ class Meeting:
             exchange.sequence = facts.calls + 1
             exchange.started = 0.0  # not a call for the log
             exchange.wait()
+            self._work = None  # it holds the group, and with it the job's store
         return self._next(pg, facts)
 
     def close(self) -> None:
@@ -138,7 +139,10 @@ class Meeting:
         handle, self._handle = self._handle, None
         if handle is not None:
             shm_channel.library().ds_shm_leave(handle)
-        self._peers = None
+        # Its next step is a cycle, so what is left here lives until the garbage collector comes: the group's store,
+        # for one, where the next group of these ranks would read what this one has written.
+        self._peers = self._work = None
+        self._cards, self._status = [], []
 
     def forget(self) -> None:
         """In a forked child: the block is the parent's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -126,6 +127,25 @@ def test_a_rank_without_descriptors_does_not_leave_the_others_waiting(pool: Any,
     one, two = pool.run(2, no_descriptor_left, fact)
     assert one == "gloo, because rank 1 does not use it"
     assert "Too many open files" in two
+
+
+def begin_again(calls: int) -> None:
+    """Through the store of the environment's port, which is a new one only where nothing holds the last."""
+    gc.disable()
+    try:
+        for _ in range(3):
+            deepspeed.init_distributed("gloo", timeout=timedelta(seconds=10))
+            for _ in range(calls):
+                dist.all_reduce(torch.ones(2))
+            dist.barrier()
+            dist.destroy_process_group()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("calls", (0, 1, 4))
+def test_a_group_that_ends_in_any_step_of_the_meeting_keeps_no_store(pool: Any, calls: int) -> None:
+    pool.run(2, begin_again, calls, create_group=False)
 
 
 def memory_that_cannot_be_opened() -> str:
