@@ -28,6 +28,7 @@ from deepspeed.runtime.build_routes import check_shard_sizes, zero_routes
 from deepspeed.runtime.build_zero import shard_module, wrap_optimizer
 from deepspeed.runtime.callbacks import CallbackList
 from deepspeed.runtime.config import STRICT_VARIABLE, DeepSpeedConfig
+from deepspeed.runtime.config_alike import settings_of_all_ranks
 from deepspeed.runtime.config_source import load_source
 from deepspeed.runtime.config_types import torch_dtype
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -36,7 +37,7 @@ from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.optimizers import build_optimizer
 from deepspeed.runtime.precision import PrecisionPolicy, cast_module
 from deepspeed.runtime.precision_config import DEFAULT_AUTOCAST_MODULES
-from deepspeed.runtime.replicas import agree_on_model, broadcast_module
+from deepspeed.runtime.replicas import agree_on_start, broadcast_module
 from deepspeed.runtime.watchers import default_callbacks
 from deepspeed.runtime.zero.admission import take_over
 from deepspeed.runtime.zero.init_shard import make_whole
@@ -78,7 +79,7 @@ def build_engine(
     names = name_parameters(model)
     group = mesh.group("zero")
     if mesh.size("zero") > 1:
-        agree_on_model(model, group)
+        agree_on_start(model, settings_of_all_ranks(parsed), group)
         broadcast_module(model, group)
     accumulation = GradAccumulation(parsed.gradient_accumulation_steps or 1, parsed.managed_gradient_accumulation)
     basic = choose_optimizer(parsed, model, optimizer, model_parameters, precision)

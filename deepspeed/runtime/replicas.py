@@ -1,4 +1,4 @@
-"""Making sure all data-parallel ranks start from the same model: same parameters, same values."""
+"""Making sure all data-parallel ranks start alike: same settings, same parameters, same values."""
 
 from __future__ import annotations
 
@@ -21,39 +21,55 @@ class ModelsDiffer(ValueError):
     """Ranks built different models."""
 
 
-def agree_on_model(module: nn.Module, group: Any) -> None:
-    """Raise :class:`ModelsDiffer` on all ranks when parameter names, shapes, dtypes or their order differ.
+class SettingsDiffer(ValueError):
+    """Ranks were given different configs."""
 
-    One all-reduce of a few numbers; details are exchanged only when they disagree.
+
+def agree_on_start(module: nn.Module, settings: list[str], group: Any) -> None:
+    """Raise on all ranks when they do not start alike. One small all-reduce; details travel only when they differ.
+
+    settings: a line for every setting that has to be the same (``config_alike.py``).
+
+    Raises:
+        SettingsDiffer: lines of ``settings`` differ.
+        ModelsDiffer: names, shapes or dtypes of parameters differ, or which are trainable, or their order.
     """
     described = [
         f"{name} {tuple(param.shape)} {param.dtype} {'trainable' if param.requires_grad else 'frozen'}"
         for name, param in module.named_parameters()
     ]
-    digest = int.from_bytes(hashlib.sha256("\n".join(described).encode()).digest()[:3], "big")
-    facts = torch.tensor([digest, digest * digest, len(described)], dtype=torch.float64)
-    world = dist.get_world_size(group)
-    total = facts.clone().to(_comm_device(module))
-    collectives.all_reduce(total, group, op="sum", what="comparing the ranks' models").wait()
-    if float(total[0]) ** 2 == float(total[1]) * world and float(total[2]) == len(described) * world:
-        return
-    theirs: list[Any] = [described if dist.get_rank(group) == 0 else None]
-    dist.broadcast_object_list(theirs, src=dist.get_global_rank(group, 0), group=group)
-    difference = _first_difference(theirs[0], described)
-    own = f"rank {dist.get_rank()}: {difference}" if difference else f"rank {dist.get_rank()} has the model of rank 0"
-    raise ModelsDiffer(
-        f"the ranks hold different models. {own}. Build the same model on every rank (same config, same freezing, same "
-        "order of construction) before deepspeed.initialize"
-    )
+    own = [_digest(settings), _digest(described)]
+    # All are alike where the largest is the smallest: exact for any number of ranks, which sums are not.
+    extremes = torch.tensor([*own, *(-digest for digest in own)], dtype=torch.int64, device=_comm_device(module))
+    collectives.all_reduce(extremes, group, op="max", what="comparing the ranks' settings and models").wait()
+    largest, least = extremes[:2].tolist(), (-extremes[2:]).tolist()
+    if largest[0] != least[0]:
+        raise SettingsDiffer(
+            f"the ranks have different configs. {_compared(settings, group, 'config', 'setting')}. Give every rank the "
+            "same config: only paths, pinned memory, reports and micro-batch sizes may be a rank's own"
+        )
+    if largest[1] != least[1]:
+        raise ModelsDiffer(
+            f"the ranks hold different models. {_compared(described, group, 'model', 'parameter')}. Build the same "
+            "model on every rank (same config, same freezing, same order of construction) before deepspeed.initialize"
+        )
 
 
-def _first_difference(reference: list[str], mine: list[str]) -> str | None:
-    for index in range(max(len(reference), len(mine))):
-        left = reference[index] if index < len(reference) else "no parameter"
-        right = mine[index] if index < len(mine) else "no parameter"
+def _digest(lines: list[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+
+
+def _compared(lines: list[str], group: Any, whole: str, part: str) -> str:
+    """What this rank has in another way than the first of the group. Collective."""
+    theirs: list[Any] = [lines if dist.get_rank(group) == 0 else None]
+    source = dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(theirs, src=source, group=group)
+    for index in range(max(len(theirs[0]), len(lines))):
+        left = theirs[0][index] if index < len(theirs[0]) else f"no {part}"
+        right = lines[index] if index < len(lines) else f"no {part}"
         if left != right:
-            return f"parameter {index} is [{right}], on rank 0 it is [{left}]"
-    return None
+            return f"rank {dist.get_rank()}: {part} {index} is [{right}], on rank {source} it is [{left}]"
+    return f"rank {dist.get_rank()} has the {whole} of rank {source}"
 
 
 @torch.no_grad()
