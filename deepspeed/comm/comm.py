@@ -202,13 +202,15 @@ def _all_reduce(
     works: list[Any] = []
     steps: list[Callable[[], object]] = []
     for tensor in tensors:
-        through_memory = host_calls.all_reduce(facts, tensor, torch_op)
-        if through_memory is None:
-            dense, step = host_calls.dense_and_back(tensor)
-            through_memory = torch_dist.all_reduce(dense, torch_op, group, async_op=True), step
-        works.append(through_memory[0])
-        steps += [through_memory[1]] if through_memory[1] is not None else []
-        if divide:
+        through_memory = host_calls.all_reduce(facts, tensor, torch_op, average=divide)
+        if through_memory is not None:
+            work, finish = through_memory
+        else:
+            dense, finish = host_calls.dense_and_back(tensor)
+            work = torch_dist.all_reduce(dense, torch_op, group, async_op=True)
+        works.append(work)
+        steps += [finish] if finish is not None else []
+        if divide and through_memory is None:
             steps.append(partial(tensor.div_, facts.size))
 
     mode = wait_mode(facts, tensors[0].device)

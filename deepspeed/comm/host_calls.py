@@ -8,6 +8,7 @@ Whether a function here takes a call depends on facts that all ranks share (dtyp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -31,14 +32,22 @@ __all__ = [
 Finish: TypeAlias = "Callable[[], object] | None"
 
 
-def all_reduce(facts: GroupFacts, tensor: torch.Tensor, op: Any) -> tuple[Any, Finish] | None:
-    """(work, finishing step) of reducing `tensor` in place by torch's `op`; None: it goes by the backend."""
+def all_reduce(facts: GroupFacts, tensor: torch.Tensor, op: Any, *, average: bool) -> tuple[Any, Finish] | None:
+    """(work, finishing step) of reducing `tensor` in place by torch's `op`; None: it goes by the backend.
+
+    `average`: a sum that is divided by the number of ranks; of 16-bit numbers before it is rounded to them.
+    """
     channel = channel_of(facts, tensor, "all_reduce", "", tensor.nbytes)
     if channel is None or not _is_plain(tensor):
         return None
     dense = tensor.contiguous()
-    work = exchanges.start_host_reduction(channel, dense, op, None)
-    return None if work is None else (work, _copy_back(tensor, dense))
+    before_rounding = average and tensor.is_floating_point() and tensor.itemsize == 2
+    work = exchanges.start_host_reduction(channel, dense, op, 1.0 / facts.size if before_rounding else None)
+    if work is None:
+        return None
+    steps: list[Callable[[], object]] = [] if dense is tensor else [lambda: tensor.copy_(dense)]
+    steps += [partial(tensor.div_, facts.size)] if average and not before_rounding else []
+    return work, in_turn(steps)
 
 
 def broadcast(facts: GroupFacts, tensor: torch.Tensor, source: int) -> tuple[Any, Finish] | None:

@@ -285,6 +285,25 @@ def test_the_short_way_and_the_general_one_meet(pool: Any, world: int) -> None:
     assert len({tuple(found) for found in pool.run(world, short_way)}) == 1
 
 
+def averages() -> list[list[float]]:
+    rank = dist.get_rank()
+    meet()
+    large = torch.full((3, 2), 60_000.0, dtype=torch.float16).t()  # the sum of two is beyond fp16
+    # The sum lies between two bf16 numbers, and a third of the nearer one is rounded to another mean.
+    odd = torch.full((5,), 253.0 if rank == 0 else 5.0).bfloat16()
+    whole = torch.full((4,), 1.0 + rank)
+    handle = dist.all_reduce(odd, op=dist.ReduceOp.AVG, async_op=True)
+    for tensor in (large, whole):
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+    handle.wait()
+    return [tensor.flatten().unique().tolist() for tensor in (large, odd, whole)]
+
+
+def test_averages_of_16_bits_are_rounded_once(pool: Any) -> None:
+    mean = [torch.tensor((253.0 + 2 * 5.0) / 3).bfloat16().item()]
+    assert pool.run(3, averages) == [[[60_000.0], mean, [2.0]]] * 3
+
+
 def nothing_at_all() -> int:
     """Empty tensors by every call, waited for at once by some ranks and later by others; the next call is right."""
     rank, size = dist.get_rank(), dist.get_world_size()
