@@ -6,8 +6,12 @@ pinned memory, reports, and the number of samples a rank takes at a time.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -35,7 +39,7 @@ def settings_of_all_ranks(config: DeepSpeedConfig) -> list[str]:
     """``key path = value`` of every setting that decides what ranks send each other, or what becomes of it."""
     sections = config.sections.model_dump(include=set(_ALIKE))
     lines = [f"gradient_accumulation_steps = {config.gradient_accumulation_steps}"]
-    return lines + [f"{path} = {value!r}" for path, value in _leaves(sections) if path]
+    return lines + [f"{path} = {_shown(value)}" for path, value in _leaves(sections) if path]
 
 
 def _leaves(values: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -46,3 +50,12 @@ def _leaves(values: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, A
             yield from _leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+def _shown(value: Any) -> str:
+    """The value as text, which is the same in every process: an object may show its address."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [_shown(item) for item in value]
+        return f"[{', '.join(sorted(parts) if isinstance(value, (set, frozenset)) else parts)}]"
+    plain = value is None or isinstance(value, (str, numbers.Number, Enum, torch.dtype, torch.Tensor))
+    return repr(value) if plain else type(value).__name__

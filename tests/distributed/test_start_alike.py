@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.runtime import config_alike
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_alike import settings_of_all_ranks
 from deepspeed.runtime.replicas import ModelsDiffer, SettingsDiffer
@@ -74,3 +76,9 @@ def test_paths_and_pinned_memory_are_a_hosts_own() -> None:
     ]
     assert lines[0] == lines[1]
     assert any(line.startswith("zero_optimization.offload_optimizer.device = ") for line in lines[0])
+
+
+def test_objects_are_compared_by_their_class() -> None:
+    """Two processes show other addresses of what is alike."""
+    shown = config_alike._shown([object(), {2, 1}, "x", 0.5, None, torch.float16])
+    assert shown == "[object, [1, 2], 'x', 0.5, None, torch.float16]"
