@@ -45,9 +45,9 @@ def all_reduce(facts: GroupFacts, tensor: torch.Tensor, op: Any, *, average: boo
     work = exchanges.start_host_reduction(channel, dense, op, 1.0 / facts.size if before_rounding else None)
     if work is None:
         return None
-    steps: list[Callable[[], object]] = [] if dense is tensor else [lambda: tensor.copy_(dense)]
-    steps += [partial(tensor.div_, facts.size)] if average and not before_rounding else []
-    return work, in_turn(steps)
+    back = _copy_back(tensor, dense)
+    divide = partial(tensor.div_, facts.size) if average and not before_rounding else None
+    return work, in_turn([step for step in (back, divide) if step is not None])
 
 
 def broadcast(facts: GroupFacts, tensor: torch.Tensor, source: int) -> tuple[Any, Finish] | None:
